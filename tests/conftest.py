@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.helpers.toolchain import missing_for_inductor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest_plugins = ["tests.helpers.hang_timeout"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    missing = {
+        "inductor": missing_for_inductor(),
+        "gpu": None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none",
+    }
+    for item in items:
+        for name, reason in missing.items():
+            if reason is not None and item.get_closest_marker(name) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Start with nothing compiled, and leave nothing compiled and nothing patched behind."""
+    import safecompile
+    import torch
+
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        # First, while what it would restore is still there: it raises when the test has left guarded calls running.
+        try:
+            safecompile.uninstall()
+        finally:
+            torch._dynamo.reset()
