@@ -28,8 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Start with nothing compiled, and leave nothing compiled and nothing patched behind."""
-    import safecompile
     import torch
+
+    import safecompile
 
     torch._dynamo.reset()
     try:

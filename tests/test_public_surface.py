@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
-import safecompile
 
+import safecompile
 from tests.helpers.subprocess_run import run_isolated
 
 if TYPE_CHECKING:
