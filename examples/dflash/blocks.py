@@ -1,0 +1,104 @@
+"""What a draft block is: anchors, inputs, positions, labels and weights.
+
+A block of size ``B`` starts at an anchor, a clean token of the sequence. Slot 0 holds that token, slots 1 to ``B - 1`` hold
+the mask token, and the output of slot ``k`` predicts the token *at* position ``anchor + k``: nothing is shifted, and one pass
+drafts ``B - 1`` tokens (paper, section 4.2 and Figure 4). Below, ``N`` blocks lie one after the other in ``N * B`` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sample_anchors(loss_mask: Tensor, count: int, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
+    """Draw each sequence's anchors: different ones, sorted, uniform over those with something to predict.
+
+    A position can be an anchor if it and the next one are supervised. There are always ``count`` slots, because a constant
+    shape needs no new compile; those that cannot be filled are padding.
+
+    Args:
+        loss_mask: bool ``[batch, S]``, the supervised tokens.
+        count: ``N``.
+        generators: one for each sequence.
+
+    Returns:
+        anchors: int64 ``[batch, N]``.
+        keep: bool ``[batch, N]``, False on padding.
+    """
+    anchors = torch.zeros(len(loss_mask), count, dtype=torch.long)
+    keep = torch.zeros(len(loss_mask), count, dtype=torch.bool)
+    for row, (supervised, rng) in enumerate(zip(loss_mask.cpu(), generators, strict=True)):
+        candidates = (supervised[:-1] & supervised[1:]).nonzero().flatten()
+        order = torch.randperm(len(candidates), generator=rng)[:count]
+        chosen = candidates[order].sort().values
+        anchors[row, : len(chosen)] = chosen
+        keep[row, : len(chosen)] = True
+    return anchors.to(loss_mask.device), keep.to(loss_mask.device)
+
+
+def positions(anchors: Tensor, block_size: int) -> Tensor:
+    """Return each row's absolute position ``anchor + k``, int64 ``[batch, N * B]``, from anchors ``[batch, N]``."""
+    slots = torch.arange(block_size, device=anchors.device)
+    return (anchors.unsqueeze(-1) + slots).flatten(1)
+
+
+def input_tokens(tokens: Tensor, anchors: Tensor, block_size: int, mask_id: int) -> Tensor:
+    """Return the drafter's input ids, int64 ``[batch, N * B]``: the anchor's token, then mask tokens.
+
+    Args:
+        tokens: int64 ``[batch, S]``.
+        anchors: int64 ``[batch, N]``.
+        block_size: ``B``.
+        mask_id: id of the mask token.
+    """
+    inputs = torch.full((*anchors.shape, block_size), mask_id, dtype=torch.long, device=tokens.device)
+    inputs[..., 0] = tokens.gather(1, anchors)
+    return inputs.flatten(1)
+
+
+def slot_weights(block_size: int, gamma: float) -> Tensor:
+    """Return ``exp(-(k - 1) / gamma)`` for slots ``k >= 1`` and 0 for slot 0, float32 ``[B]`` (paper, equation 4)."""
+    slots = torch.arange(block_size, dtype=torch.float32)
+    return torch.exp(-(slots - 1) / gamma) * (slots > 0)
+
+
+def labels(tokens: Tensor, loss_mask: Tensor, anchors: Tensor, keep: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return each row's label and whether it counts.
+
+    Row ``k`` of a block is labelled with the token at ``anchor + k``. It counts if the block is kept, ``k > 0``, that
+    position is inside the sequence, and its token is supervised.
+
+    Args:
+        tokens: int64 ``[batch, S]``.
+        loss_mask: bool ``[batch, S]``.
+        anchors, keep: ``[batch, N]``, from `sample_anchors`.
+        block_size: ``B``.
+
+    Returns:
+        labels: int64 ``[batch, N * B]``; where a row does not count, any valid id.
+        mask: bool ``[batch, N * B]``.
+    """
+    length = tokens.shape[1]
+    at = positions(anchors, block_size)
+    inside = at.clamp(max=length - 1)
+    predicts = torch.arange(block_size, device=tokens.device).repeat(anchors.shape[1]) > 0
+    mask = keep.repeat_interleave(block_size, dim=1) & predicts & (at < length) & loss_mask.gather(1, inside)
+    return tokens.gather(1, inside), mask
+
+
+def teacher_rows(target_hidden: Tensor, anchors: Tensor, block_size: int) -> Tensor:
+    """Return the target's hidden state that predicts each row's label: the one at ``anchor + k - 1``.
+
+    Args:
+        target_hidden: ``[batch, S, D]``.
+        anchors: int64 ``[batch, N]``.
+        block_size: ``B``.
+
+    Returns:
+        ``[batch, N * B, D]``; where a row does not count, some hidden state of the same sequence.
+    """
+    at = (positions(anchors, block_size) - 1).clamp(0, target_hidden.shape[1] - 1)
+    return target_hidden.gather(1, at.unsqueeze(-1).expand(-1, -1, target_hidden.shape[-1]))

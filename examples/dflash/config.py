@@ -1,0 +1,144 @@
+"""All options of a run, checked before any work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from optimizer import OptimizerName
+
+BUNDLED_TARGET = Path(__file__).parent / "assets" / "target"
+
+
+class ConfigError(ValueError):
+    """An option, or a combination of options, that cannot work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of a run; the defaults are the demo's, made for two CPU cores and a few minutes.
+
+    Attributes:
+        seed: everything random follows from it.
+        device: ``cpu``, or ``cuda`` to spread the threads over all GPUs there are.
+        target: folder of the target, in Hugging Face's layout.
+        targets, drafters: number of target and drafter threads.
+        layers: draft layers (paper: 5).
+        block_size: ``B``, anchor included (paper: 16).
+        taps: target layers whose outputs are the features; None for the paper's choice, which needs a deep target.
+        prompt_length, response_length: tokens of a training sequence, text and target's answer.
+        sequences: sequences in one batch of work, generated together.
+        uses: training steps made with one batch of work before the next, each with other anchors.
+        batch: sequences in one training step of one replica.
+        anchors: ``N``, blocks a sequence (paper: 512).
+        gamma: decay of the position weights (paper: 7 for blocks of 16).
+        kl_weight: share of the soft-label divergence in the loss; the rest is cross entropy.
+        chunk_rows: rows of a sequence whose logits exist at once.
+        steps: training steps.
+        optimizer: ``adamw`` as in the paper, or ``muon``, which gets further in a short run.
+        lr, muon_lr: peak learning rates of AdamW and of Muon.
+        warmup_ratio, clip: share of steps that warm up, and the largest gradient norm (paper, A.1).
+        autocast: compute forward passes in bfloat16; weights and optimizer stay in float32.
+        queue_depth: batches of work that wait for one replica at most.
+        eval_prompts, eval_prompt_length, eval_new_tokens: held-out prompts for speculative decoding.
+    """
+
+    seed: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    target: Path = BUNDLED_TARGET
+    targets: int = 5
+    drafters: int = 3
+
+    layers: int = 2
+    block_size: int = 16
+    taps: tuple[int, ...] | None = (0, 1, 2)
+
+    prompt_length: int = 128
+    response_length: int = 128
+    sequences: int = 16
+    uses: int = 8
+    batch: int = 4
+    anchors: int = 16
+
+    gamma: float = 7.0
+    kl_weight: float = 0.5
+    chunk_rows: int = 64
+
+    steps: int = 240
+    optimizer: OptimizerName = "muon"
+    lr: float = 3e-3
+    muon_lr: float = 1e-2
+    warmup_ratio: float = 0.04
+    clip: float = 1.0
+    autocast: bool = False
+
+    queue_depth: int = 2
+
+    eval_prompts: int = 16
+    eval_prompt_length: int = 128
+    eval_new_tokens: int = 128
+
+    @property
+    def length(self) -> int:
+        """Tokens of a training sequence, ``S``."""
+        return self.prompt_length + self.response_length
+
+    def validate(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: with one sentence that says what to change.
+        """
+        at_least_one = (
+            "targets drafters layers response_length prompt_length sequences uses batch anchors chunk_rows steps "
+            "queue_depth eval_prompts eval_prompt_length eval_new_tokens"
+        )
+        for name in at_least_one.split():
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.block_size < 2:
+            raise ConfigError(f"block_size is {self.block_size}: an anchor and at least one draft slot make 2")
+        if self.response_length < 2:
+            raise ConfigError("response_length must be at least 2: an anchor and the token after it")
+        if self.batch > self.sequences:
+            raise ConfigError(f"batch is {self.batch}, but one batch of work holds only {self.sequences} sequences")
+        if self.anchors * self.block_size % self.chunk_rows:
+            raise ConfigError(
+                f"chunk_rows ({self.chunk_rows}) must divide anchors * block_size ({self.anchors * self.block_size}), "
+                "or the last chunk has a shape of its own and is compiled again"
+            )
+        if not 0 <= self.kl_weight <= 1:
+            raise ConfigError(f"kl_weight is {self.kl_weight}, it must lie between 0 and 1")
+        for name in ("gamma", "lr", "muon_lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
+        if not 0 <= self.warmup_ratio < 1:
+            raise ConfigError(f"warmup_ratio is {self.warmup_ratio}, it must lie between 0 and 1")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer is {self.optimizer!r}: use 'adamw' or 'muon'")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"device is {self.device!r}: use 'cpu' or 'cuda'")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device is 'cuda', but torch sees no GPU: use 'cpu'")
+        if not (self.target / "config.json").is_file():
+            raise ConfigError(f"target is {self.target}: no config.json there, it must be a Hugging Face model folder")
+
+    def devices(self) -> list[torch.device]:
+        """Return the device of each thread, targets first; logical devices wrap around onto those that exist."""
+        if self.device == "cpu":
+            return [torch.device("cpu")] * (self.targets + self.drafters)
+        count = torch.cuda.device_count()
+        return [torch.device("cuda", index % count) for index in range(self.targets + self.drafters)]
+
+
+def demo() -> Config:
+    """Return the bundled demo's options."""
+    return Config()
+
+
+def paper() -> Config:
+    """Return the paper's options (section 5 and A.1) where they fit the run of a bundled target: see the class."""
+    return replace(Config(), layers=5, optimizer="adamw", lr=6e-4, gamma=7.0, kl_weight=0.0)

@@ -1,0 +1,186 @@
+"""The drafter: a small Qwen3-style decoder whose every layer also attends to the target's features.
+
+It has no embedding and no output head of its own: blocks come in as the target's embeddings, and the target's head turns the
+output into logits (paper, section 4.2). Parameter names are those of published DFlash checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from attention import Mask, attend
+from backend import BACKEND
+from safecompile import thread_safe_compile
+
+KeysValues: TypeAlias = tuple[Tensor, Tensor]
+"""Keys and values of one layer, each ``[batch, kv_heads, rows, head_dim]``."""
+
+Rotation: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary embedding, each ``[batch or 1, 1, rows, head_dim]``."""
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """Sizes of a drafter; those shared with its target must be equal to the target's.
+
+    Attributes:
+        hidden_size: ``D``, the target's width.
+        intermediate_size: width of the feed-forward part.
+        layers: number of draft layers.
+        heads, kv_heads, head_dim: attention geometry, free of the target's.
+        taps: number of target layers that features come from.
+        rope_theta: base of the rotary embedding, the target's.
+        rms_norm_eps: the target's.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    taps: int
+    rope_theta: float
+    rms_norm_eps: float
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
+    """Return the rotary embedding of absolute positions, int64 ``[batch or 1, rows]``, in the half-split layout of Qwen3."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = (positions.float().unsqueeze(-1) * frequencies).repeat(1, 1, 2).unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(rows: Tensor, by: Rotation) -> Tensor:
+    """Turn ``[batch, heads, rows, head_dim]`` by their positions."""
+    cos, sin = by
+    first, second = rows.chunk(2, dim=-1)
+    return rows * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Attention of block rows over ``[context | blocks]``: key/value injection (paper, section A.3).
+
+    Keys and values of the context come from the fused features through the *same* projections as the blocks'. Context rows
+    make no queries and pass no output projection and no feed-forward part.
+    """
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+
+    def keys_values(self, rows: Tensor, by: Rotation) -> KeysValues:
+        """Project ``[batch, rows, D]``, context or block, to keys (normed per head, then rotated) and values."""
+        key = self.k_norm(self._heads(self.k_proj(rows)))
+        return rotate(key, by), self._heads(self.v_proj(rows))
+
+    def forward(self, rows: Tensor, context: KeysValues, by: Rotation, mask: Mask | None) -> Tensor:
+        """Attend from block rows ``[batch, rows, D]`` to the context and the blocks; return the same shape."""
+        query = rotate(self.q_norm(self._heads(self.q_proj(rows))), by)
+        key, value = self.keys_values(rows, by)
+        key, value = torch.cat((context[0], key), dim=2), torch.cat((context[1], value), dim=2)
+        return self.o_proj(attend(query, key, value, mask).transpose(1, 2).flatten(2))
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """The gated feed-forward part (SwiGLU) of a Qwen3 layer."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Map ``[batch, rows, D]`` to the same shape."""
+        return self.down_proj(nn.functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
+
+
+class Layer(nn.Module):
+    """One draft layer. Its input norm is for block rows only: the context has been normed once, after the fusion."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, rows: Tensor, context: KeysValues, by: Rotation, mask: Mask | None) -> Tensor:
+        """Map block rows ``[batch, rows, D]`` to the same shape."""
+        rows = rows + self.self_attn(self.input_layernorm(rows), context, by, mask)
+        return rows + self.mlp(self.post_attention_layernorm(rows))
+
+
+class Drafter(nn.Module):
+    """The trainable part of a DFlash drafter.
+
+    Training calls the module: all blocks of a batch at once, compiled. Drafting calls `context` for the new features only,
+    keeps the result, and calls `blocks` with one block; nothing there is compiled, as its shapes change every cycle.
+    """
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.taps * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+
+    def initialize(self, std: float, rng: torch.Generator) -> None:
+        """Draw every weight matrix from a normal distribution with ``rng`` alone; norms start at 1."""
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=std, generator=rng)
+
+    def context(self, features: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Return each layer's keys and values of the context.
+
+        The features are fused once, ``H = RMSNorm(W_c [h_1; ...; h_n])``, for all layers (paper, section A.3).
+
+        Args:
+            features: ``[batch, S, taps * D]``, the outputs of the tapped target layers side by side.
+            positions: int64 ``[batch or 1, S]``, absolute.
+        """
+        fused = self.hidden_norm(self.fc(features))
+        by = rotation(positions, self.shape.head_dim, self.shape.rope_theta)
+        return [layer.self_attn.keys_values(fused, by) for layer in self._layers()]
+
+    def blocks(self, embeddings: Tensor, positions: Tensor, context: list[KeysValues], mask: Mask | None) -> Tensor:
+        """Return the normed output of block rows, ``[batch, rows, D]``, ready for the target's head.
+
+        Args:
+            embeddings: ``[batch, rows, D]``, the target's embeddings of the blocks' tokens.
+            positions: int64 ``[batch, rows]``, absolute: ``anchor + k``.
+            context: from `context`.
+            mask: from `attention.build_mask`, or None when all context and rows are visible.
+        """
+        by = rotation(positions, self.shape.head_dim, self.shape.rope_theta)
+        rows = embeddings
+        for layer, keys_values in zip(self._layers(), context, strict=True):
+            rows = layer(rows, keys_values, by, mask)
+        normed: Tensor = self.norm(rows)
+        return normed
+
+    @thread_safe_compile(backend=BACKEND, dynamic=False)
+    def forward(
+        self, features: Tensor, embeddings: Tensor, context_positions: Tensor, block_positions: Tensor, mask: Mask
+    ) -> Tensor:
+        """Return the normed output of all blocks, ``[batch, N * B, D]``; arguments as in `context` and `blocks`."""
+        return self.blocks(embeddings, block_positions, self.context(features, context_positions), mask)
+
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]

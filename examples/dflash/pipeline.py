@@ -1,0 +1,177 @@
+"""Threads that hand work to each other, and end together: the first error stops them all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from safecompile import capture_context
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """Raised in a thread that waits for others when the run is over for all."""
+
+
+class WorkerError(RuntimeError):
+    """A thread failed; the cause is its own exception.
+
+    Attributes:
+        worker: the thread's name.
+        still_running: names of the threads that had not ended in time after it.
+    """
+
+    def __init__(self, worker: str, error: BaseException, still_running: list[str]) -> None:
+        going_on = f" (still running: {', '.join(still_running)})" if still_running else ""
+        super().__init__(f"thread {worker!r} failed: {type(error).__name__}: {error}{going_on}")
+        self.worker = worker
+        self.still_running = still_running
+
+
+class OrderedQueue(Generic[T]):
+    """A bounded queue that many threads fill in any order and one empties in the order of the items' numbers.
+
+    Items may come early, but none is taken in that is `depth` or more ahead of the next one to leave. As numbers are given
+    out in order, the next one to leave always finds room, so the bound cannot lock anybody out.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._changed = threading.Condition()
+        self._items: dict[int, T] = {}  # guarded by _changed, like the two below
+        self._next = 0
+        self._stopped = False
+
+    def __len__(self) -> int:
+        """Items that are ready to leave or came early."""
+        return len(self._items)
+
+    def put(self, number: int, item: T) -> None:
+        """Put item ``number`` (from 0), waiting for room.
+
+        Raises:
+            Stopped: if the run is over.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or number < self._next + self._depth)
+            if self._stopped:
+                raise Stopped
+            self._items[number] = item
+            self._changed.notify_all()
+
+    def get(self) -> T:
+        """Take the next item in order, waiting for it.
+
+        Raises:
+            Stopped: if the run is over.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._next in self._items)
+            if self._stopped:
+                raise Stopped
+            item = self._items.pop(self._next)
+            self._next += 1
+            self._changed.notify_all()
+            return item
+
+    def stop(self) -> None:
+        """End every wait, now and later, with `Stopped`."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+class Meeting:
+    """A barrier for a fixed number of threads whose waits end with `Stopped` when the run is over."""
+
+    def __init__(self, parties: int) -> None:
+        self._barrier = threading.Barrier(parties)
+
+    def wait(self) -> None:
+        """Wait until all parties are here.
+
+        Raises:
+            Stopped: if the run is over.
+        """
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise Stopped from None
+
+    def stop(self) -> None:
+        """End every wait, now and later, with `Stopped`."""
+        self._barrier.abort()
+
+
+class Tickets(Generic[T]):
+    """An iterator that several threads share: each item goes to one of them, and items are given out in order."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        with self._lock:
+            return next(self._items)
+
+
+class Crew:
+    """A group of named threads that ends as one.
+
+    Args:
+        stops: called, in any thread, when a thread fails or `stop` is called; they must end every wait between the threads.
+    """
+
+    def __init__(self, stops: Iterable[Callable[[], None]]) -> None:
+        self._stops = list(stops)
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._failure: tuple[str, BaseException] | None = None  # guarded by _lock; the first one stays
+
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Start a thread that runs ``work`` with the torch settings of this one.
+
+        What belongs to a thread in torch (gradient mode, autocast, default device, compiler configuration) starts from the
+        defaults in a new one; `capture_context` carries this thread's settings over.
+        """
+        context = capture_context()
+
+        def run() -> None:
+            try:
+                context.run(work)
+            except Stopped:
+                pass
+            except BaseException as error:  # noqa: BLE001  # whatever it is, it ends the run and is raised in `join`
+                with self._lock:
+                    self._failure = self._failure or (name, error)
+                self.stop()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def stop(self) -> None:
+        """Ask all threads to end."""
+        for stop in self._stops:
+            stop()
+
+    def join(self, grace: float = 10.0) -> None:
+        """Wait for all threads, or, once one has failed, for at most ``grace`` seconds more.
+
+        Raises:
+            WorkerError: from the error of the first thread that failed.
+        """
+        deadline = float("inf")
+        while (alive := [t for t in self._threads if t.is_alive()]) and time.monotonic() < deadline:
+            alive[0].join(timeout=0.1)
+            if self._failure and deadline == float("inf"):
+                deadline = time.monotonic() + grace
+        if self._failure:
+            name, error = self._failure
+            raise WorkerError(name, error, [t.name for t in alive]) from error

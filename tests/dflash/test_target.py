@@ -1,0 +1,78 @@
+"""Tapped layers, features and the target's own answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the example's target is a transformers model")
+
+from config import ConfigError  # noqa: E402
+from speculative import greedy  # noqa: E402
+from target import Target, choose, tapped_layers  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (36, (1, 9, 17, 25, 33)),
+        (64, (1, 16, 31, 46, 61)),
+        (32, (1, 8, 15, 22, 29)),
+        (24, (1, 6, 11, 16, 21)),
+        (28, (1, 7, 13, 19, 25)),
+    ],
+)
+def test_five_taps_go_from_the_second_to_the_third_to_last_layer(layers: int, expected: tuple[int, ...]) -> None:
+    assert tapped_layers(layers, 5) == expected
+
+
+def test_one_tap_is_in_the_middle() -> None:
+    assert tapped_layers(36, 1) == (18,)
+
+
+def test_a_shallow_target_needs_named_taps() -> None:
+    with pytest.raises(ConfigError, match="4 layers"):
+        tapped_layers(4, 5)
+
+
+def test_a_tap_outside_the_target_is_refused(tiny_target: Path) -> None:
+    with pytest.raises(ConfigError, match="0 to 4"):
+        Target(tiny_target, (1, 5), CPU)
+
+
+def test_features_are_outputs_of_the_tapped_layers_and_the_last_norm(tiny_target: Path) -> None:
+    target = Target(tiny_target, (0, 2), CPU)
+    tokens = torch.randint(2, 258, (2, 9), generator=torch.Generator().manual_seed(0))
+    features = target.forward(tokens)
+    hidden = target.model(input_ids=tokens, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(features.tapped, torch.cat((hidden[1], hidden[3]), dim=-1))
+    torch.testing.assert_close(features.normed, hidden[-1])
+
+
+def test_features_can_be_saved_for_a_backward(tiny_target: Path) -> None:
+    features = Target(tiny_target, (0,), CPU).forward(torch.tensor([[5, 6]]))
+    weight = torch.ones(32, requires_grad=True)
+    (features.tapped * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_a_greedy_answer_in_a_batch_is_the_greedy_decoding(tiny_target: Path) -> None:
+    target = Target(tiny_target, (0,), CPU)
+    prompts = torch.randint(2, 258, (3, 8), generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(3, 12, generator=torch.Generator().manual_seed(1))
+    answers = target.respond(prompts, torch.tensor([0.0, 1.0, 0.0]), noise)
+    assert torch.equal(answers[:, :8], prompts)
+    for row in (0, 2):
+        expected = greedy(target, prompts[row], 12)
+        assert answers[row, 8 : 8 + len(expected)].tolist() == expected
+
+
+def test_choices_follow_the_distribution() -> None:
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    noise = (torch.arange(1000) + 0.5) / 1000
+    drawn = choose(probabilities.log().expand(1000, 4), torch.ones(1000), noise)
+    assert torch.bincount(drawn, minlength=4).tolist() == [500, 0, 300, 200]
