@@ -1,0 +1,35 @@
+"""Make ``torch.compile`` and activation checkpointing right when a process has threads."""
+
+from __future__ import annotations
+
+from safecompile._checkpoint import checkpoint
+from safecompile._compile import thread_safe_compile
+from safecompile._context import capture_context
+from safecompile._core.errors import (
+    CheckpointRandomnessError,
+    LockTimeoutError,
+    PatchesInUseError,
+    PatchMismatchError,
+    SafeCompileError,
+    UnsupportedCallableError,
+)
+from safecompile._installation import install, statistics, uninstall
+from safecompile._patches import fx_trace_lock
+from safecompile._warmup import warmup
+
+__all__ = [
+    "CheckpointRandomnessError",
+    "LockTimeoutError",
+    "PatchMismatchError",
+    "PatchesInUseError",
+    "SafeCompileError",
+    "UnsupportedCallableError",
+    "capture_context",
+    "checkpoint",
+    "fx_trace_lock",
+    "install",
+    "statistics",
+    "thread_safe_compile",
+    "uninstall",
+    "warmup",
+]

@@ -1,0 +1,182 @@
+"""``thread_safe_compile``: ``torch.compile`` for callables that several threads call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from types import CodeType, MethodType
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+import torch
+
+from safecompile._core.errors import UnsupportedCallableError
+from safecompile._core.gate import LookAgain
+from safecompile._patches import Patches, gate
+
+__all__ = ["patches", "thread_safe_compile"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_M = TypeVar("_M", bound=torch.nn.Module)
+_F = TypeVar("_F")
+
+
+@overload
+def thread_safe_compile(fn: None = None, /, **torch_compile_options: Any) -> Callable[[_F], _F]: ...
+@overload
+def thread_safe_compile(fn: _M, /, **torch_compile_options: Any) -> _M: ...
+@overload
+def thread_safe_compile(fn: classmethod[Any, _P, _R], /, **torch_compile_options: Any) -> classmethod[Any, _P, _R]: ...
+@overload
+def thread_safe_compile(fn: staticmethod[_P, _R], /, **torch_compile_options: Any) -> staticmethod[_P, _R]: ...
+@overload
+def thread_safe_compile(fn: Callable[_P, _R], /, **torch_compile_options: Any) -> Callable[_P, _R]: ...
+def thread_safe_compile(fn: Any = None, /, **torch_compile_options: Any) -> Any:
+    """Compile ``fn`` so that any number of threads may call it at the same time, cold or warm.
+
+    Each graph is compiled once, however many threads ask for it; Dynamo's own guards decide what the
+    same graph is. A call whose code is compiled takes no lock and never waits for a compile. A compile
+    that fails raises in its own thread; threads that waited for it try for themselves.
+
+    Use it as ``@thread_safe_compile``, as ``@thread_safe_compile(fullgraph=True)`` or as a call.
+
+    Args:
+        fn: a function, a method (bound, or in a class body), a classmethod or staticmethod, a callable
+            object, or an ``nn.Module`` instance. A module is compiled in place: the same object is
+            returned, its ``state_dict`` keys are unchanged, its hooks run around the compiled ``forward``.
+        **torch_compile_options: every option of ``torch.compile``.
+
+    Returns:
+        A plain function with the name and signature of ``fn`` (a bound method for a bound method), or
+        the module.
+
+    Raises:
+        UnsupportedCallableError: ``fn`` is not callable, is a class, a coroutine or generator function,
+            a scripted module, or a module without a ``forward``.
+        TypeError: an option that ``torch.compile`` does not have.
+    """
+    _check_options(torch_compile_options)
+    if fn is None:
+        return functools.partial(_thread_safe_compile, options=torch_compile_options)
+    return _thread_safe_compile(fn, options=torch_compile_options)
+
+
+def _thread_safe_compile(fn: Any, *, options: dict[str, Any]) -> Any:
+    if isinstance(fn, (classmethod, staticmethod)):
+        return type(fn)(_thread_safe_compile(fn.__func__, options=options))
+    _check_callable(fn)
+    if isinstance(fn, torch.nn.Module):
+        fn.__class__ = _guarded_class(type(fn), options)
+        return fn
+    if isinstance(fn, MethodType):
+        return MethodType(_guard(fn.__func__, options), fn.__self__)
+    return _guard(fn, options)
+
+
+def _guard(function: Callable[_P, _R], options: dict[str, Any]) -> Callable[_P, _R]:
+    function = getattr(function, "__safecompile_original__", function)
+    compiled = torch.compile(function, **options)
+    if compiled is function:  # disable=True
+        return function
+
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        while True:
+            # Noted before Dynamo looks in its cache; the gate reads it from this frame, so that a warm call
+            # writes nothing that another thread sees and takes no lock.
+            seen = gate.epoch or patches.install()  # noqa: F841
+            try:
+                return compiled(*args, **kwargs)  # type: ignore[no-any-return]
+            except LookAgain:  # nothing of the function has run; another thread has just compiled it
+                continue
+
+    # With the attributes by which Dynamo sees through the wrapper when an outer compile inlines the call.
+    functools.update_wrapper(guarded, compiled)
+    guarded.__wrapped__ = function  # type: ignore[attr-defined]
+    guarded.__safecompile_original__ = function  # type: ignore[attr-defined]
+    return guarded
+
+
+_GUARDED_CODE = next(
+    constant
+    for constant in _guard.__code__.co_consts
+    if isinstance(constant, CodeType) and constant.co_name == "guarded"
+)
+
+patches = Patches(_GUARDED_CODE)
+
+# The guarded subclasses of each module class; the same options give the same class, so that replicas share graphs.
+_guarded_classes: dict[type, list[tuple[dict[str, Any], type[torch.nn.Module]]]] = {}
+
+
+def _guarded_class(cls: type[torch.nn.Module], options: dict[str, Any]) -> type[torch.nn.Module]:
+    """Return a subclass whose ``forward`` is guarded.
+
+    A subclass and not an attribute of the instance: what copies an instance's ``__dict__`` (``copy``,
+    ``deepcopy``, ``DataParallel``) would copy a bound method, and the copy would run the original's weights.
+    """
+    cls = getattr(cls, "__safecompile_original__", cls)
+    known = _guarded_classes.setdefault(cls, [])
+    for same, subclass in known:
+        if same == options:
+            return subclass
+    body = {
+        "forward": _guard(cls.forward, options),
+        "__reduce_ex__": _reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__safecompile_original__": cls,
+        "__safecompile_options__": options,
+    }
+    subclass = cast(
+        "type[torch.nn.Module]", types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    )
+    known.append((options, subclass))
+    return subclass
+
+
+def _reduce(self: torch.nn.Module, protocol: Any) -> Any:
+    """Copy and pickle an instance by its original class, which pickle can find by name."""
+    cls: Any = type(self)
+    make, args, *rest = super(cls, self).__reduce_ex__(protocol)
+    args = tuple(cls.__safecompile_original__ if arg is cls else arg for arg in args)
+    return (functools.partial(_remake, cls.__safecompile_options__, make), args, *rest)
+
+
+def _remake(options: dict[str, Any], make: Callable[..., Any], *args: Any) -> Any:
+    module = make(*args)
+    module.__class__ = _guarded_class(type(module), options)
+    return module
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(
+            f"thread_safe_compile() got options that torch.compile in torch {torch.__version__} does not have: "
+            f"{', '.join(unknown)}; it has {', '.join(known)}."
+        )
+
+
+def _check_callable(fn: Any) -> None:
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    if isinstance(fn, torch.jit.ScriptModule):
+        problem = "is a scripted module; compile the module it was scripted from"
+    elif isinstance(fn, torch.nn.Module):
+        if type(fn).forward is not torch.nn.Module.forward:
+            return
+        problem = "has no forward; give it one, or compile its submodules"
+    elif isinstance(fn, type):
+        problem = "is a class; decorate its methods, or compile an instance"
+    elif not callable(fn):
+        problem = "is not callable; give a function, a method or an nn.Module"
+    elif inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        problem = "is a coroutine function; compile the plain function that it awaits or runs in a thread"
+    elif inspect.isgeneratorfunction(fn):
+        problem = "is a generator function; compile the plain function that makes one item"
+    else:
+        return
+    raise UnsupportedCallableError(f"thread_safe_compile cannot compile {name}: it {problem}.")

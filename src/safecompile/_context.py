@@ -1,0 +1,120 @@
+"""``capture_context``: what a worker thread does not get from the thread that starts it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+
+from safecompile._patches.config import apply_config, capture_config
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["ThreadContext", "capture_context"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def capture_context() -> ThreadContext:
+    """Capture the calling thread's settings, to be carried to workers.
+
+    Captured are grad and inference mode, autocast, default device and dtype, the accelerator's current
+    device and stream, the number of intra-op threads, and the Dynamo, AOTAutograd and Inductor
+    configuration. Each of these belongs to a thread (the configuration from torch 2.12 on; the default dtype
+    is the process's own) and changes results, or makes a worker compile a variant of its own.
+
+    Use the result in a worker as ``with context:``, as ``context.run(function, *args)``, or as
+    ``ThreadPoolExecutor(initializer=context.apply)``.
+    """
+    return ThreadContext()
+
+
+class ThreadContext:
+    """The settings of the thread that made it. Any number of threads may use it at the same time."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = {device: _autocast(device) for device in _device_types()}
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._default_device = torch.get_default_device()
+        self._default_dtype = torch.get_default_dtype()
+        self._stream = torch.accelerator.current_stream() if _accelerator_in_use() else None
+        self._threads = torch.get_num_threads()
+        self._config = capture_config()
+        self._entered = threading.local()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            self._set(undo)
+            self._stack().append(undo.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack().pop().close()
+
+    def run(self, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Call ``function`` with the captured settings, and put the calling thread's own back."""
+        with self:
+            return function(*args, **kwargs)
+
+    def apply(self) -> None:
+        """Set the captured settings on the calling thread for good: an ``initializer`` for thread pools."""
+        undo = ExitStack()
+        self._set(undo)
+        # Kept for as long as the thread lives: inference mode ends when its object is collected.
+        self._stack().append(undo)
+
+    def _stack(self) -> list[ExitStack]:
+        stack: list[ExitStack] | None = getattr(self._entered, "stack", None)
+        if stack is None:
+            stack = self._entered.stack = []
+        return stack
+
+    def _set(self, undo: ExitStack) -> None:
+        """Set what differs from the calling thread's settings: some settings cost time merely by being set."""
+        config = apply_config(self._config)
+        undo.callback(apply_config, config)
+        if torch.get_num_threads() != self._threads:
+            undo.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(self._threads)
+        if torch.get_default_dtype() != self._default_dtype:
+            undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._default_dtype)
+        if torch.get_default_device() != self._default_device:
+            undo.enter_context(self._default_device)
+        if self._stream is not None:
+            undo.callback(torch.accelerator.set_stream, torch.accelerator.current_stream())
+            undo.callback(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
+            torch.accelerator.set_stream(self._stream)
+        if torch.is_inference_mode_enabled() != self._inference:
+            undo.enter_context(torch.inference_mode(self._inference))
+        for device, (enabled, dtype) in self._autocast.items():
+            if _autocast(device) != (enabled, dtype):
+                undo.enter_context(torch.autocast(device, dtype, enabled, self._autocast_cache))
+        # Last, for inference mode sets it as well.
+        if torch.is_grad_enabled() != self._grad:
+            undo.enter_context(torch.set_grad_enabled(self._grad))
+
+
+def _device_types() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu", *([accelerator.type] if accelerator else [])]
+
+
+def _accelerator_in_use() -> bool:
+    # Asking for the current device would otherwise start the accelerator in a process that has not used it.
+    return torch.accelerator.is_available() and (not torch.cuda.is_available() or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

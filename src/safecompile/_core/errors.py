@@ -1,0 +1,36 @@
+"""Every error the library raises. Each message says what happened, who holds what, and what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointRandomnessError",
+    "LockTimeoutError",
+    "PatchMismatchError",
+    "PatchesInUseError",
+    "SafeCompileError",
+    "UnsupportedCallableError",
+]
+
+
+class SafeCompileError(Exception):
+    """Base class of the library's own errors."""
+
+
+class LockTimeoutError(SafeCompileError):
+    """A wait for the FX-trace lock reached its limit."""
+
+
+class UnsupportedCallableError(SafeCompileError, TypeError):
+    """What was given to the library cannot be compiled or checkpointed."""
+
+
+class PatchMismatchError(SafeCompileError):
+    """A patch point does not match the installed torch (``install(strict=True)``)."""
+
+
+class PatchesInUseError(SafeCompileError, RuntimeError):
+    """The patches cannot be changed now, because a thread is inside code that relies on them."""
+
+
+class CheckpointRandomnessError(SafeCompileError, RuntimeError):
+    """A checkpoint's recomputation saw other random numbers than its forward."""

@@ -1,0 +1,246 @@
+"""The FX-trace lock: torch's own compile lock, with an owner, waiters and a limit on every wait."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+
+from safecompile._core.errors import LockTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["FXTraceLock", "LockStatistics", "Waiter"]
+
+log = logging.getLogger("safecompile")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class RawLock(Protocol):
+    """The part of ``threading.RLock`` that is used."""
+
+    def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool: ...
+    def release(self) -> None: ...
+    def _is_owned(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Waiter:
+    """A thread that waits for the lock."""
+
+    thread: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LockStatistics:
+    """A snapshot of the lock. Seconds are of ``time.monotonic``."""
+
+    locked: bool
+    owner: str | None
+    """Name of the owning thread."""
+    doing: str | None
+    """What the owner does with it, e.g. ``compiling forward (model.py:12)``."""
+    held_seconds: float | None
+    waiters: tuple[Waiter, ...]
+    acquisitions: int
+    """How often the lock was taken (nested takings not counted)."""
+    contended: int
+    """How many of those had to wait."""
+    waited_seconds: float
+
+
+@dataclass
+class _Hold:
+    ident: int
+    thread: str
+    since: float
+    doing: str
+    depth: int = 1
+
+
+class FXTraceLock:
+    """The one lock under which torch compiles: a context manager, a decorator, and ``acquire``/``release``.
+
+    It *is* torch's compile lock (``source`` returns that lock), not a second one: two locks around
+    compiling are taken in both orders as soon as a backend calls a compiled function. It is reentrant.
+    Do not hold it while compiled code runs or across ``backward()``.
+
+    Attributes:
+        warn_after: seconds of waiting after which the log says who holds the lock (and again each time
+            the waiting has doubled).
+        limit: seconds after which a wait without a timeout of its own raises
+            :class:`~safecompile.LockTimeoutError`.
+    """
+
+    def __init__(self, source: Callable[[], RawLock], *, warn_after: float = 30.0, limit: float = 1800.0) -> None:
+        self._source = source
+        self.warn_after = warn_after
+        self.limit = limit
+        # Written only by the thread that owns the lock; read by anyone for reports.
+        self._hold: _Hold | None = None
+        self._waiting: dict[int, tuple[str, float]] = {}
+        self._acquisitions = 0
+        self._contended = 0
+        self._waited = 0.0
+
+    def acquire(self, timeout: float | None = None) -> bool:
+        """Take the lock; return whether it was taken within ``timeout`` seconds.
+
+        Without a timeout the wait is bounded by :attr:`limit`.
+
+        Raises:
+            LockTimeoutError: no timeout was given and the limit passed; names the holder, with its stack.
+            ValueError: the timeout is negative.
+        """
+        if timeout is not None and timeout < 0:
+            raise ValueError(f"timeout must be None or at least 0 seconds, not {timeout}")
+        me = threading.get_ident()
+        hold = self._hold
+        if hold is not None and hold.ident == me:
+            hold.depth += 1
+            return True
+        raw = self._source()
+        nested = raw._is_owned()
+        try:
+            if not raw.acquire(blocking=False) and not self._wait(raw, timeout):
+                return False
+            self._acquisitions += 1
+            self._hold = _Hold(me, threading.current_thread().name, time.monotonic(), "holding the lock")
+        except BaseException:
+            # A KeyboardInterrupt may arrive after the raw lock was taken and before anyone knows it.
+            if raw._is_owned() and not nested:
+                self._hold = None
+                raw.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Give the lock back.
+
+        Raises:
+            RuntimeError: the calling thread does not hold it.
+        """
+        hold = self._hold
+        if hold is None or hold.ident != threading.get_ident():
+            raise RuntimeError("cannot release the FX-trace lock: the calling thread does not hold it")
+        hold.depth -= 1
+        if hold.depth == 0:
+            try:
+                self._hold = None
+            finally:
+                self._source().release()
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Decorate ``function`` to run with the lock held."""
+
+        @functools.wraps(function)
+        def locked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self:
+                return function(*args, **kwargs)
+
+        return locked
+
+    def owned(self) -> bool:
+        """Tell whether the calling thread holds the lock."""
+        hold = self._hold
+        return hold is not None and hold.ident == threading.get_ident()
+
+    def owned_by_torch(self) -> bool:
+        """Tell whether the calling thread holds the lock by way of torch's own object: it is inside a compile."""
+        return not self.owned() and self._source()._is_owned()
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Say what the calling thread, which holds the lock, does with it."""
+        hold = self._hold
+        if hold is None:
+            yield
+            return
+        before, hold.doing = hold.doing, what
+        try:
+            yield
+        finally:
+            hold.doing = before
+
+    def statistics(self) -> LockStatistics:
+        """Return who holds the lock, since when and for what, who waits, and the counts so far."""
+        now = time.monotonic()
+        hold = self._hold
+        return LockStatistics(
+            locked=hold is not None,
+            owner=hold.thread if hold else None,
+            doing=hold.doing if hold else None,
+            held_seconds=now - hold.since if hold else None,
+            waiters=tuple(Waiter(name, now - since) for name, since in list(self._waiting.values())),
+            acquisitions=self._acquisitions,
+            contended=self._contended,
+            waited_seconds=self._waited,
+        )
+
+    def _wait(self, raw: RawLock, timeout: float | None) -> bool:
+        me, name, start = threading.get_ident(), threading.current_thread().name, time.monotonic()
+        deadline = start + (self.limit if timeout is None else timeout)
+        pause = self.warn_after
+        self._waiting[me] = (name, start)
+        try:
+            while True:
+                now = time.monotonic()
+                if raw.acquire(timeout=max(0.0, min(deadline - now, start + pause - now))):
+                    # Counted by the new owner, so that no count is lost to a race.
+                    self._contended += 1
+                    self._waited += time.monotonic() - start
+                    return True
+                now = time.monotonic()
+                if now >= deadline:
+                    if timeout is not None:
+                        return False
+                    raise LockTimeoutError(self._report(name, now - start))
+                if now >= start + pause:
+                    log.warning("%s", self._report(name, now - start, stack=False))
+                    pause *= 2
+        finally:
+            self._waiting.pop(me, None)
+
+    def _report(self, waiter: str, waited: float, *, stack: bool = True) -> str:
+        hold = self._hold
+        if hold is None:
+            return (
+                f"thread {waiter!r} has waited {waited:.1f} s for the FX-trace lock, which a thread took by way of "
+                "torch's own lock object; install() before that code runs makes the holder known."
+            )
+        held = time.monotonic() - hold.since
+        text = (
+            f"thread {waiter!r} has waited {waited:.1f} s for the FX-trace lock, "
+            f"which thread {hold.thread!r} has held for {held:.1f} s ({hold.doing})."
+        )
+        if not stack:
+            return text
+        frame = sys._current_frames().get(hold.ident)
+        where = "".join(traceback.format_stack(frame)) if frame else "  (the holder has ended)\n"
+        return (
+            f"{text}\nIf that work is only slow, raise fx_trace_lock.limit (now {self.limit:.0f} s). If it waits for "
+            f"this thread, let it not do so while it compiles. The holder's stack:\n{where}"
+        )

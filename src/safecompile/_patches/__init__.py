@@ -1,0 +1,158 @@
+"""The one layer that knows torch's private names: the patch points, and their installation as a whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from types import CodeType
+
+from safecompile._core.errors import PatchesInUseError, PatchMismatchError
+from safecompile._core.gate import Gate
+from safecompile._core.lock import FXTraceLock
+from safecompile._patches import dynamo
+from safecompile._patches.dynamo import CompileLock, LazyBackward, ResumeFunctions, SingleFlight
+from safecompile._patches.fx import FXPatches
+from safecompile._patches.point import PatchPoint, threads_running
+from safecompile._patches.thread_globals import ThreadGlobals
+
+__all__ = ["Patches", "fx_trace_lock", "gate"]
+
+gate = Gate()
+fx_trace_lock = FXTraceLock(dynamo.compile_lock)
+
+# How long an installation waits for traces and compiles that began before it.
+STRAGGLERS_LIMIT = 60.0
+
+
+class Patches:
+    """All patch points of this process, installed and restored together."""
+
+    def __init__(self, guarded: CodeType) -> None:
+        """``guarded`` is the code of the wrapper around every guarded call."""
+        self._guarded = guarded
+        self._guard = threading.Lock()
+        self._warned = False
+        self.points: tuple[PatchPoint, ...] = (
+            *_thread_globals(),
+            FXPatches(dynamo.skip_frames_of),
+            CompileLock(fx_trace_lock),
+            SingleFlight(gate, fx_trace_lock, guarded),
+            ResumeFunctions(gate),
+            LazyBackward(fx_trace_lock),
+        )
+
+    def install(self, *, strict: bool = False) -> int:
+        """Install every point that matches this torch; return the epoch, or 0 if now is not the time.
+
+        Now is not the time when the calling thread is itself inside a trace or compile that began before:
+        then torch alone decides what happens, as it would in a single thread.
+        """
+        if fx_trace_lock.owned_by_torch():
+            return 0
+        # The compile lock first: no compile is in flight while the patches change.
+        with fx_trace_lock, self._guard:
+            if gate.epoch:
+                return gate.epoch
+            mismatches = [f"{p.name}: {reason}" for p in self.points if p.needed() and (reason := p.mismatch())]
+            if mismatches:
+                self._complain(mismatches, strict=strict)
+            dynamo.skip_frames_of(self._guarded)
+            for point in self.points:
+                if point.needed() and not point.mismatch():
+                    point.install()
+            replaced = set[CodeType]().union(*(point.replaced_code() for point in self.points))
+            if threading.get_ident() in threads_running(replaced):
+                self._restore()
+                return 0
+            deadline = time.monotonic() + STRAGGLERS_LIMIT
+            while threads_running(replaced) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return gate.open()
+
+    def uninstall(self) -> None:
+        """Put back every attribute that still is as it was left by the installation.
+
+        Raises:
+            PatchesInUseError: a guarded call or a trace is in flight.
+        """
+        with fx_trace_lock, self._guard:
+            epoch = gate.epoch
+            if not epoch:
+                return
+            gate.close()  # from here on a new guarded call waits for the locks and installs again
+            busy = threads_running({self._guarded}.union(*(point.replacing_code() for point in self.points)))
+            if busy:
+                gate.epoch = epoch
+                names = {t.ident: t.name for t in threading.enumerate()}
+                raise PatchesInUseError(
+                    "cannot uninstall the patches: guarded calls or traces are in flight in "
+                    + ", ".join(f"thread {names.get(ident, ident)!r}" for ident in sorted(busy))
+                    + "; wait until they have returned."
+                )
+            self._restore()
+
+    def _restore(self) -> None:
+        for point in reversed(self.points):
+            if point.active:
+                point.restore()
+
+    def _complain(self, mismatches: list[str], *, strict: bool) -> None:
+        text = (
+            f"{len(mismatches)} patch points do not match this torch, and what they protect is not protected: "
+            + "; ".join(mismatches)
+        )
+        if strict:
+            raise PatchMismatchError(f"{text}. Use a supported torch, or install() without strict.")
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _thread_globals() -> list[ThreadGlobals]:
+    return [
+        ThreadGlobals(
+            "torch.fx._symbolic_trace",
+            {"_is_fx_tracing_flag": False, "CURRENT_PATCHER": None},
+            name="fx-trace-state",
+            protects="a compiled call beside another thread's FX trace raises; overlapping traces break (E1, E3, P1)",
+            upstream="pytorch#126024, pytorch#168042",
+        ),
+        ThreadGlobals(
+            "torch.compiler",
+            {"_is_compiling_flag": False, "_is_exporting_flag": False, "_is_non_strict_tracing_flag": False},
+            name="compiling-flags",
+            protects="is_compiling() and is_exporting() are True in other threads' eager code (S6)",
+            upstream="torch/compiler/__init__.py, _compile_session_context",
+        ),
+        ThreadGlobals(
+            "torch.fx.traceback",
+            {
+                "current_meta": {},
+                "current_replay_node": None,
+                "should_preserve_node_meta": False,
+                "_should_preserve_node_meta": False,
+            },
+            name="node-metadata",
+            protects="nodes get the metadata of another thread's trace",
+            upstream="torch/fx/traceback.py, current_meta",
+        ),
+        ThreadGlobals(
+            "torch.fx.experimental.proxy_tensor",
+            {"_CURRENT_MAKE_FX_TRACER": None},
+            name="make-fx-tracer",
+            protects="a control-flow operator in one make_fx is traced into another thread's (E3)",
+            upstream="torch/fx/experimental/proxy_tensor.py, _set_make_fx_tracer",
+        ),
+        ThreadGlobals(
+            "torch.utils._python_dispatch",
+            {
+                "_is_in_torch_dispatch_mode": False,
+                "_is_in_non_infra_torch_dispatch_mode": False,
+                "_is_in_any_mode_without_ignore_compile_internals": False,
+            },
+            name="dispatch-mode-flags",
+            protects="a compiled call runs eagerly in silence while another thread is in a dispatch mode",
+            upstream="torch/utils/_python_dispatch.py, TorchDispatchMode.__enter__",
+        ),
+    ]

@@ -1,0 +1,240 @@
+"""Dynamo: one lock with an owner, and one compile for each graph however many threads ask for it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+from safecompile._core.gate import Gate, LookAgain
+from safecompile._patches.point import PatchPoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from safecompile._core.lock import FXTraceLock
+
+__all__ = ["CompileLock", "LazyBackward", "ResumeFunctions", "SingleFlight", "compile_lock", "skip_frames_of"]
+
+_own_lock: Any = None
+
+
+def compile_lock() -> Any:
+    """Return torch's compile lock, also while our own stands in its place."""
+    from torch._dynamo import convert_frame
+
+    return _own_lock or convert_frame.compile_lock
+
+
+def skip_frames_of(code: CodeType) -> None:
+    """Make Dynamo run frames of ``code`` as they are (but still look at what they call)."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(code)
+
+
+class CompileLock(PatchPoint):
+    name = "compile-lock"
+    protects = "waits for a compile that nobody can see the holder of, and that never end (D1)"
+    upstream = "torch/_dynamo/convert_frame.py, compile_lock"
+
+    def __init__(self, lock: FXTraceLock) -> None:
+        super().__init__()
+        self._lock = lock
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo import convert_frame
+
+        has_lock = hasattr(convert_frame, "compile_lock")
+        return None if has_lock else "torch._dynamo.convert_frame has no compile_lock"
+
+    def apply(self) -> None:
+        global _own_lock  # noqa: PLW0603  torch has one compile lock, too
+        from torch._dynamo import convert_frame
+
+        _own_lock = convert_frame.compile_lock
+        self.replace(convert_frame, "compile_lock", self._lock)
+
+    def restore(self) -> None:
+        global _own_lock  # noqa: PLW0603
+        super().restore()
+        _own_lock = None
+
+
+class SingleFlight(PatchPoint):
+    name = "single-flight"
+    protects = "N threads that make one first call compile it up to N times (E4)"
+    upstream = "pytorch#123177; torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
+
+    def __init__(self, gate: Gate, lock: FXTraceLock, guarded: CodeType) -> None:
+        """``guarded`` is the code of the library's wrapper, which catches ``LookAgain``; its local ``seen`` is the epoch."""
+        super().__init__()
+        self._gate, self._lock, self._guarded = gate, lock, guarded
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo import convert_frame, eval_frame
+
+        for owner, name in ((convert_frame, "ConvertFrameAssert"), (eval_frame, "innermost_backend")):
+            if not hasattr(owner, name):
+                return f"{owner.__name__} has no {name}"
+        return None
+
+    def apply(self) -> None:
+        from torch._dynamo import convert_frame
+
+        self._files = (convert_frame.__file__,)
+        self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
+
+    def _convert(self, convert: Callable[..., Any], converter: Any, args: Any, kwargs: Any) -> Any:
+        """Stand around one conversion. torch holds the compile lock here."""
+        frame = args[0]
+        code = frame.f_code
+        retry = self._retry_frame(sys._getframe(1))
+        if retry is not None:
+            if not self._gate.admit(code, retry.f_locals["seen"]):
+                raise LookAgain
+        elif self._finished_meanwhile(converter, frame):
+            return self._run_once_as_it_is()
+        with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
+            result = convert(*args, **kwargs)
+        entry = getattr(result, "guarded_code", None)
+        if entry is not None:
+            self._gate.finish(code, _inserted(entry.guard_manager))
+        return result
+
+    def _retry_frame(self, frame: FrameType | None) -> FrameType | None:
+        """Return the frame that will call again on ``LookAgain``, if nothing of the user's runs in between.
+
+        By the identity of frames and not by code and name: a plain compiled object over the same code,
+        called in the eager part of a guarded call, must not unwind that part.
+        """
+        while frame is not None and frame.f_code.co_filename in self._files:
+            frame = frame.f_back
+        if frame is None or frame.f_code is _RESUME_CODE:
+            return frame
+        caller = frame.f_back
+        is_compiled_call = frame.f_code.co_filename == sys.modules["torch._dynamo.eval_frame"].__file__
+        return caller if is_compiled_call and caller is not None and caller.f_code is self._guarded else None
+
+    def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
+        """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo.eval_frame import innermost_backend
+
+        if getattr(converter, "_one_graph", False) or not self._gate.finished_elsewhere(frame.f_code):
+            return False
+        backend = innermost_backend(converter)
+        return any(
+            entry.backend == backend and entry.guard_manager.check(frame.f_locals)
+            for entry in _debug_get_cache_entry_list(frame.f_code)
+        )
+
+    def _run_once_as_it_is(self) -> Any:
+        from torch._dynamo import types
+
+        skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]
+        return types.ConvertFrameReturn(
+            frame_exec_strategy=skip, apply_to_code=False, skip_reason="compiled by another thread"
+        )
+
+
+def _inserted(guard_manager: Any) -> Callable[[], bool]:
+    reference = weakref.ref(guard_manager)
+
+    def inserted() -> bool:
+        manager = reference()
+        return manager is None or manager.cache_entry is not None
+
+    return inserted
+
+
+class ResumeFunctions(PatchPoint):
+    name = "resume-functions"
+    protects = "what follows a graph break is compiled by every thread that gets there (E4)"
+    upstream = "torch/_dynamo/output_graph.py, install_global_unsafe"
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo.output_graph import OutputGraph
+
+        has_method = hasattr(OutputGraph, "install_global_unsafe")
+        return None if has_method else "torch._dynamo.output_graph.OutputGraph has no install_global_unsafe"
+
+    def apply(self) -> None:
+        from torch._dynamo.output_graph import OutputGraph
+
+        skip_frames_of(_RESUME_CODE)
+        self.wrap(OutputGraph, "install_global_unsafe", self._install_global)
+
+    def _install_global(self, install: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
+        def wrapped(name: str, value: Any) -> None:
+            if name.startswith("__resume_at_"):
+                if value.__name__ == name:
+                    value = _resumable(self._gate, value)
+                else:  # resume functions with free variables are made by a factory at run time
+                    value = functools.partial(_resumable_from, self._gate, value)
+            install(name, value)
+
+        wrapped(*args, **kwargs)
+
+
+def _resumable(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a resume function so that it can be called again: none of it has run when Dynamo calls back."""
+
+    def resume(*args: Any, **kwargs: Any) -> Any:
+        callback = get_eval_frame_callback()
+        while True:
+            seen = gate.epoch  # noqa: F841  the gate reads it from this frame
+            try:
+                return function(*args, **kwargs)
+            except LookAgain:
+                # Dynamo switches itself off for the thread when its callback raises.
+                set_eval_frame(callback)
+
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+
+    # The rest of an outer function may be traced together with an inner one's: then without this wrapper.
+    resume._torchdynamo_inline = function  # type: ignore[attr-defined]
+    return resume
+
+
+def _resumable_from(gate: Gate, factory: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    return _resumable(gate, factory(*args))
+
+
+_RESUME_CODE = next(
+    constant for constant in _resumable.__code__.co_consts if getattr(constant, "co_name", "") == "resume"
+)
+
+
+class LazyBackward(PatchPoint):
+    name = "lazy-backward"
+    protects = "threads whose first backwards meet compile the same backward several times (E4, E5)"
+    upstream = "torch/_functorch/_aot_autograd/runtime_wrappers.py; pytorch#170605"
+
+    def __init__(self, lock: FXTraceLock) -> None:
+        super().__init__()
+        self._lock = lock
+
+    def mismatch(self) -> str | None:
+        from torch._functorch._aot_autograd import runtime_wrappers
+
+        compiler = getattr(runtime_wrappers, "_AutogradBackwardCompiler", None)
+        return None if hasattr(compiler, "get_or_compile") else "AOTAutograd has no _AutogradBackwardCompiler"
+
+    def apply(self) -> None:
+        from torch._functorch._aot_autograd.runtime_wrappers import _AutogradBackwardCompiler
+
+        self.wrap(_AutogradBackwardCompiler, "get_or_compile", self._get_or_compile)
+
+    def _get_or_compile(self, compile_it: Callable[..., Any], compiler: Any, args: Any, kwargs: Any) -> Any:
+        if compiler.compiled_bw is not None:
+            return compiler.compiled_bw
+        # Only the compile is under the lock, not the backward; torch looks again under it.
+        with self._lock, self._lock.doing("compiling a backward"):
+            return compile_it(*args, **kwargs)

@@ -1,0 +1,214 @@
+"""FX symbolic tracing: the patches it makes stay out of other threads.
+
+A trace replaces ``nn.Module.__call__`` and ``__getattr__`` on the class, and functions such as ``math.sqrt``
+where they are looked up. Here each thread keeps its replacements on a stack of its own, reached through a
+dispatcher that is in place only while some thread traces. The patched function keeps its identity: a
+compile in another thread would otherwise see, guard on, and fail over, what the trace has put there.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
+
+from safecompile._patches.point import PatchPoint, with_constants
+
+__all__ = ["FXPatches"]
+
+_ABSENT = cast("Any", object())
+_Key = tuple[int, str]
+
+
+class _Stacks(threading.local):
+    """The calling thread's replacements, the innermost last."""
+
+    def __init__(self) -> None:
+        self.of: dict[_Key, list[Any]] = {}
+
+
+class _Dispatcher:
+    """Calls the replacement that the calling thread's own trace has made, else the original."""
+
+    def __init__(self, stacks: _Stacks, key: _Key, original: Any) -> None:
+        self._stacks, self._key, self._original = stacks, key, original
+
+    def current(self) -> Any:
+        stack = self._stacks.of.get(self._key)
+        return stack[-1] if stack else self._original
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.current()(*args, **kwargs)
+
+
+def _dispatch(*args: Any, **kwargs: Any) -> Any:
+    return "<safecompile constant dispatcher>".call(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+class _Change:
+    """One replacement, in the form in which FX's patcher keeps them."""
+
+    def __init__(self, point: FXPatches, owner: Any, name: str, new_fn: Any) -> None:
+        self.owner, self.name, self.new_fn, self._point = owner, name, new_fn, point
+        self.key = (id(owner), name)
+
+    def patch(self) -> None:
+        self._point.enter(self)
+
+    def revert(self) -> None:
+        self._point.leave(self)
+
+
+class FXPatches(PatchPoint):
+    name = "fx-patches"
+    protects = (
+        "eager modules called beside an FX trace return Proxy objects, fail, or stay patched for good; a trace that "
+        "ends takes away what another still needs (S4, S5, P1, E2, E3)"
+    )
+    upstream = "pytorch#112775; torch/fx/_symbolic_trace.py, _Patcher"
+
+    def __init__(self, skip_frames_of: Callable[[CodeType], None]) -> None:
+        """``skip_frames_of`` keeps Dynamo from compiling the dispatcher in threads that are inside compiled code."""
+        super().__init__()
+        self._skip_frames_of = skip_frames_of
+        self._stacks = _Stacks()
+        # Never held while code that is not ours runs. Guards _places: how many traces want a replacement, and
+        # what takes it out.
+        self._guard = threading.Lock()
+        self._places: dict[_Key, tuple[int, Callable[[], None]]] = {}
+
+    def mismatch(self) -> str | None:
+        from torch.fx import _symbolic_trace as fx
+
+        names = ("_Patcher", "_autowrap_check", "_create_wrapped_func", "_orig_module_call", "_orig_module_getattr")
+        missing = [name for name in names if not hasattr(fx, name)]
+        return f"torch.fx._symbolic_trace has no {', '.join(missing)}" if missing else None
+
+    def apply(self) -> None:
+        from torch.fx import _symbolic_trace as fx
+
+        self._wrap_function = fx._create_wrapped_func
+        self._wrapped_code = fx._create_wrapped_func(len).__code__
+        self.wrap(fx._Patcher, "patch", self._add)
+        self.wrap(fx._Patcher, "patch_method", self._add)
+        self.wrap(fx, "_autowrap_check", lambda _, __, args, kwargs: self._autowrap(*args, **kwargs))
+        # The tracer's own wrappers go on to the originals by these names.
+        self.replace(fx, "_orig_module_call", _copy(fx._orig_module_call))
+        self.replace(fx, "_orig_module_getattr", _copy(fx._orig_module_getattr))
+
+    def _add(self, original: Any, patcher: Any, args: Any, kwargs: Any) -> None:
+        def add(owner: Any, name: str, new_fn: Any, deduplicate: bool = True) -> None:
+            change = _Change(self, owner, name, new_fn)
+            if not (deduplicate and any(getattr(made, "key", None) == change.key for made in patcher.patches_made)):
+                change.patch()
+                patcher.patches_made.append(change)
+
+        add(*args, **{"owner" if k in ("cls", "frame_dict") else k: v for k, v in kwargs.items()})
+
+    def _autowrap(self, patcher: Any, frame_dict: dict[str, Any], function_ids: set[int]) -> None:
+        if not patcher.visit_once(frame_dict):
+            return
+        for name, value in list(frame_dict.items()):  # a copy: another thread's trace may add a name
+            original = value
+            if getattr(value, "__code__", None) is self._wrapped_code:
+                original = value.__wrapped__  # another thread's replacement
+            if not name.startswith("_") and callable(original) and id(original) in function_ids:
+                patcher.patch(frame_dict, name, self._wrap_function(original))
+
+    def enter(self, change: _Change) -> None:
+        with self._guard:
+            count, undo = self._places.get(change.key) or (0, self._install(change))
+            self._places[change.key] = (count + 1, undo)
+            self._stacks.of.setdefault(change.key, []).append(change.new_fn)
+
+    def leave(self, change: _Change) -> None:
+        with self._guard:
+            stack = self._stacks.of[change.key]
+            del stack[len(stack) - 1 - stack[::-1].index(change.new_fn)]
+            count, undo = self._places.pop(change.key)
+            if count > 1:
+                self._places[change.key] = (count - 1, undo)
+            else:
+                undo()
+
+    def _install(self, change: _Change) -> Callable[[], None]:
+        """Put a replacement in place; return what takes it out again."""
+        if not isinstance(change.owner, dict):
+            return self._install_method(change.owner, change.name, change.key)
+        module = sys.modules.get(change.owner.get("__name__", ""))
+        if isinstance(module, ModuleType) and vars(module) is change.owner and _has_no_python_code(module):
+            return self._install_property(module, change.name, change.key)
+        return self._install_global(change.owner, change)
+
+    def _install_method(self, cls: type, name: str, key: _Key) -> Callable[[], None]:
+        method = getattr(cls, name)
+        if isinstance(method, FunctionType) and not method.__code__.co_freevars:
+            code = method.__code__
+            method.__code__ = with_constants(
+                _dispatch.__code__, dispatcher=_Dispatcher(self._stacks, key, _copy(method))
+            )
+            self._skip_frames_of(method.__code__)
+            return lambda: setattr(method, "__code__", code)
+        stored = vars(cls).get(name, _ABSENT)
+        call = _Dispatcher(self._stacks, key, method).call
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        self._skip_frames_of(dispatch.__code__)
+        setattr(cls, name, dispatch)
+        return lambda: delattr(cls, name) if stored is _ABSENT else setattr(cls, name, stored)
+
+    def _install_property(self, module: ModuleType, name: str, key: _Key) -> Callable[[], None]:
+        """Replace a function of ``math`` and the like, which is reached only as an attribute of its module."""
+        if not isinstance(module, _PatchedModule):
+            module.__class__ = type("_PatchedModule", (_PatchedModule, type(module)), {})
+        cls = type(module)
+        current = _Dispatcher(self._stacks, key, vars(module)[name]).current
+        setattr(cls, name, property(lambda _: current()))
+
+        def undo() -> None:
+            delattr(cls, name)
+            if not any(isinstance(value, property) for value in vars(cls).values()):
+                module.__class__ = cls.__bases__[1]
+
+        return undo
+
+    def _install_global(self, frame_dict: dict[str, Any], change: _Change) -> Callable[[], None]:
+        """Replace a name that functions look up in their globals: for all threads, as there is no other way.
+
+        The replacement looks for proxies in its arguments and passes everything else through, so that it may
+        serve other threads and traces, too.
+        """
+        name, stored = change.name, frame_dict.get(change.name, _ABSENT)
+        new_fn = change.new_fn
+        if getattr(new_fn, "__code__", None) is self._wrapped_code:
+            # It may have been made around another trace's replacement, which has gone since.
+            new_fn = self._wrap_function(getattr(builtins, name) if stored is _ABSENT else stored)
+        frame_dict[name] = new_fn
+        return lambda: frame_dict.pop(name, None) if stored is _ABSENT else frame_dict.update({name: stored})
+
+
+class _PatchedModule(ModuleType):
+    pass
+
+
+def _has_no_python_code(module: ModuleType) -> bool:
+    loader = getattr(module.__spec__, "loader", None)
+    return loader is importlib.machinery.BuiltinImporter or isinstance(loader, importlib.machinery.ExtensionFileLoader)
+
+
+def _copy(function: Any) -> Any:
+    if not isinstance(function, FunctionType):
+        return function
+    copied = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__, copied.__doc__ = function.__kwdefaults__, function.__doc__
+    copied.__qualname__ = function.__qualname__
+    copied.__dict__.update(function.__dict__)
+    return copied

@@ -1,0 +1,126 @@
+"""What a patch point is, and the two ways to change torch so that it can be put back."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import wrapt
+
+__all__ = ["PatchPoint", "constant", "threads_running", "with_constants"]
+
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class PatchPoint(ABC):
+    """One place in torch that is changed while the patches are installed.
+
+    Subclasses say what the point protects and make the change in :meth:`apply` with :meth:`replace`,
+    :meth:`wrap` and :meth:`recode`, which remember what was there.
+    """
+
+    name: str
+    protects: str
+    """What goes wrong in torch without it."""
+    upstream: str
+    """The public report, or the torch source file that shows the cause."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._changes: list[tuple[Any, str, Any, Any]] = []
+
+    @abstractmethod
+    def mismatch(self) -> str | None:
+        """Say what this torch lacks that the point relies on, or ``None`` if it matches."""
+
+    def needed(self) -> bool:
+        """Tell whether this torch has the fault at all."""
+        return True
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Make the changes."""
+
+    def install(self) -> None:
+        """Make the changes, or none of them."""
+        if self.active:
+            return
+        try:
+            self.active = True
+            self.apply()
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Undo the changes, but leave alone what somebody else has changed since."""
+        self.active = False
+        while self._changes:
+            owner, name, old, new = self._changes.pop()
+            if _get(owner, name) is new:
+                setattr(owner, name, old)
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Replace the attribute ``name`` of ``owner``."""
+        self._changes.append((owner, name, _get(owner, name), new))
+        setattr(owner, name, new)
+
+    def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> None:
+        """Put ``wrapper(wrapped, instance, args, kwargs)`` around a function or method.
+
+        If somebody else wraps it after us, restoring leaves it in place, switched off.
+        """
+        self.replace(owner, name, wrapt.FunctionWrapper(_get(owner, name), wrapper, enabled=lambda: self.active))
+
+    def recode(self, function: FunctionType, code: CodeType) -> None:
+        """Give ``function`` other code. It stays the same object for all who hold it: Dynamo keys its tables on it."""
+        self.replace(function, "__code__", code)
+
+    def replaced_code(self) -> set[CodeType]:
+        """Return the code that threads which entered before the change may still be running."""
+        return {old for _, name, old, _ in self._changes if name == "__code__"}
+
+    def replacing_code(self) -> set[CodeType]:
+        """Return the code that threads inside changed functions run."""
+        return {new for _, name, _, new in self._changes if name == "__code__"}
+
+
+def _get(owner: Any, name: str) -> Any:
+    """Read the attribute as it is stored, without binding it."""
+    return vars(owner)[name] if name in vars(owner) else getattr(owner, name)
+
+
+def constant(name: str) -> str:
+    """Return the text that stands in code for the object ``name`` until :func:`with_constants` puts it in."""
+    return f"<safecompile constant {name}>"
+
+
+def with_constants(code: CodeType, **objects: Any) -> CodeType:
+    """Return ``code`` with objects in the place of :func:`constant` texts.
+
+    In this way a function of torch reaches our objects without a name being added to torch's modules.
+    """
+    marks = {constant(name): value for name, value in objects.items()}
+
+    def put(value: Any) -> Any:
+        if isinstance(value, str) and value in marks:
+            return marks[value]
+        return with_constants(value, **objects) if isinstance(value, CodeType) else value
+
+    return code.replace(co_consts=tuple(put(value) for value in code.co_consts))
+
+
+def threads_running(codes: set[CodeType]) -> set[int]:
+    """Return the idents of the threads that have a frame of one of ``codes`` on their stack."""
+    found = set()
+    for ident, top in sys._current_frames().items():
+        frame: FrameType | None = top
+        while frame is not None:
+            if frame.f_code in codes:
+                found.add(ident)
+                break
+            frame = frame.f_back
+    return found

@@ -1,0 +1,135 @@
+"""Process-wide flags of torch that become each thread's own.
+
+Much of what tracing and compiling keep in module globals describes the *calling thread*: "an FX trace is
+going on", "is compiling", the current patcher, the metadata for the next node. :class:`ThreadGlobals`
+moves such names of one module into thread-local storage: the module's own functions are compiled again
+from their source with each use of the name redirected, and keep their identity; reads and writes from
+outside (``torch.compiler._is_compiling_flag = True``) reach the same storage through properties on the module.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import importlib
+import inspect
+import threading
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from safecompile._patches.point import PatchPoint, constant, with_constants
+
+__all__ = ["ThreadGlobals"]
+
+
+class ThreadGlobals(PatchPoint):
+    """Makes names of one module thread-local."""
+
+    def __init__(self, module: str, defaults: dict[str, Any], *, name: str, protects: str, upstream: str) -> None:
+        """``defaults`` maps each name to the value it has while nothing is traced or compiled."""
+        super().__init__()
+        self.name, self.protects, self.upstream = name, protects, upstream
+        self._module_name = module
+        self._defaults = defaults
+
+    def needed(self) -> bool:
+        # A name that is gone was repaired upstream or not there yet; either way there is nothing to isolate.
+        return bool(self._present())
+
+    def mismatch(self) -> str | None:
+        shadowed = _shadowed(self._tree(), self._present())
+        return f"{self._module_name} uses {shadowed} for something local" if shadowed else None
+
+    def apply(self) -> None:
+        module = importlib.import_module(self._module_name)
+        names = self._present()
+        local = _local_storage({name: self._defaults[name] for name in names})
+        redirected = ast.fix_missing_locations(_Redirect(names).visit(self._tree()))
+        whole = compile(redirected, str(module.__file__), "exec", dont_inherit=True)
+        codes = {_key(code): code for code in _codes(whole)}
+        for function in _functions_of(module):
+            if any(name in code.co_names for code in _codes(function.__code__) for name in names):
+                self.recode(function, with_constants(codes[_key(function.__code__)], local=local))
+        self.replace(module, "__class__", _module_class(module, names, local))
+
+    def _present(self) -> tuple[str, ...]:
+        module = importlib.import_module(self._module_name)
+        return tuple(name for name in self._defaults if name in vars(module))
+
+    def _tree(self) -> ast.Module:
+        return ast.parse(inspect.getsource(importlib.import_module(self._module_name)))
+
+
+class _Redirect(ast.NodeTransformer):
+    """Turns each use of a name inside a function into an attribute of the thread-local storage."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._depth = 0
+
+    def _function(self, node: Any) -> Any:
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+        return node
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function  # noqa: N815  ast's names
+
+    def visit_Global(self, node: ast.Global) -> ast.stmt:
+        rest = [name for name in node.names if name not in self._names]
+        return ast.copy_location(ast.Global(rest) if rest else ast.Pass(), node)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if not self._depth or node.id not in self._names:
+            return node
+        return ast.copy_location(ast.Attribute(ast.Constant(constant("local")), node.id, node.ctx), node)
+
+
+def _shadowed(tree: ast.Module, names: tuple[str, ...]) -> str | None:
+    """Return a name that some function uses as a parameter, or assigns without declaring it global."""
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        nodes = list(ast.walk(function))
+        declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+        bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        for name in names:
+            if name in bound - declared:
+                return name
+    return None
+
+
+def _local_storage(defaults: dict[str, Any]) -> Any:
+    class Local(threading.local):
+        def __init__(self) -> None:
+            # The defaults and not the module's present values: a trace may be going on elsewhere right now.
+            for name, value in defaults.items():
+                setattr(self, name, copy.copy(value))
+
+    return Local()
+
+
+def _module_class(module: ModuleType, names: tuple[str, ...], local: Any) -> type[ModuleType]:
+    def redirect(name: str) -> property:
+        return property(lambda _: getattr(local, name), lambda _, value: setattr(local, name, value))
+
+    return type("ModuleWithThreadGlobals", (type(module),), {name: redirect(name) for name in names})
+
+
+def _key(code: CodeType) -> tuple[str, int]:
+    return code.co_name, code.co_firstlineno
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _codes(value)
+
+
+def _functions_of(module: ModuleType) -> list[FunctionType]:
+    """Return every live function of the module, also undecorated ones that only a decorator holds."""
+    return [thing for thing in gc.get_objects() if type(thing) is FunctionType and thing.__globals__ is vars(module)]
