@@ -77,9 +77,21 @@ def test_the_core_imports_no_torch() -> None:
     assert found == {}
 
 
+def length(source: str) -> int:
+    """Count the lines of code: docstrings are the reference, and comments the reasons, which must not be saved on."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in docstrings
+        for number, line in enumerate(source.splitlines(), 1)
+    )
+
+
 def test_the_library_stays_small() -> None:
     lines = {
-        str(path.relative_to(PACKAGE)): len(path.read_text().splitlines())
+        str(path.relative_to(PACKAGE)): length(path.read_text())
         for path in modules(PACKAGE)
         if path.parent == PACKAGE or CORE in path.parents or PATCHES in path.parents
     }

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from safecompile._core.errors import CheckpointRandomnessError, UnsupportedCallableError
-from safecompile._patches.checkpoint import recompute_to_the_end
+from safecompile._patches.checkpoint import draws_random_numbers, recompute_to_the_end, tensors_in
 
 __all__ = ["checkpoint"]
 
@@ -61,9 +59,7 @@ class _Region:
         self._after: list[torch.Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        devices = sorted(
-            {t.get_device() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_cuda}
-        )
+        devices = sorted({t.get_device() for t in tensors_in((args, kwargs)) if t.is_cuda})
         if not self._ran:
             before = _generator_states(devices)
             result = self._function(*args, **kwargs)
@@ -76,7 +72,7 @@ class _Region:
         if (
             self._after is not None
             and not _equal(self._after, _generator_states(devices))
-            and self._draws(args, kwargs)
+            and draws_random_numbers(self._function, args, kwargs)
         ):
             raise CheckpointRandomnessError(
                 f"the recomputation of checkpoint({getattr(self._function, '__qualname__', self._function)}) saw other "
@@ -85,22 +81,6 @@ class _Region:
                 "other thread draw during forward and backward."
             )
         return result
-
-    def _draws(self, args: Any, kwargs: Any) -> bool:
-        """Tell whether the region itself draws, or only others did while it ran: run it once more and watch."""
-        with torch.no_grad(), _Draws() as draws:  # type: ignore[no-untyped-call]
-            self._function(*args, **kwargs)
-        return bool(draws.seen)
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices random operators."""
-
-    seen: bool = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
 
 
 def _generator_states(devices: list[int]) -> list[torch.Tensor]:

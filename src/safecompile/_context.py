@@ -14,8 +14,6 @@ from safecompile._patches.config import apply_config, capture_config
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from typing_extensions import Self
-
 __all__ = ["ThreadContext", "capture_context"]
 
 _P = ParamSpec("_P")
@@ -51,7 +49,7 @@ class ThreadContext:
         self._config = capture_config()
         self._entered = threading.local()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ThreadContext:  # noqa: PYI034  Self is newer than Python 3.10
         with ExitStack() as undo:
             self._set(undo)
             self._stack().append(undo.pop_all())

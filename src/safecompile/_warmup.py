@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree  # the public alias torch.utils.pytree is newer than torch 2.6
 
 from safecompile._core.errors import UnsupportedCallableError
 from safecompile._patches import gate
+from safecompile._patches.checkpoint import tensors_in
 
 __all__ = ["WarmupReport", "warmup"]
 
@@ -68,7 +68,7 @@ def warmup(
 
 
 def _run_backward(outputs: Any) -> None:
-    tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    tensors = [t for t in tensors_in(outputs) if t.requires_grad]
     if not tensors:
         raise ValueError(
             "warmup(backward=True): no output needs a gradient; call it with grad mode on and with inputs or "

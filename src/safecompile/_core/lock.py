@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from typing_extensions import Self
-
 __all__ = ["FXTraceLock", "LockStatistics", "Waiter"]
 
 log = logging.getLogger("safecompile")
@@ -144,7 +142,7 @@ class FXTraceLock:
             finally:
                 self._source().release()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> FXTraceLock:  # noqa: PYI034  Self is newer than Python 3.10
         self.acquire()
         return self
 
