@@ -29,8 +29,10 @@ VOCAB_SIZE = BYTE_OFFSET + 256
 # Tests and bundled wheels are not library code; `encodings` and `pydoc_data` are tables; the others are absent from newer or
 # trimmed Pythons, and leaving them out keeps the corpus alike everywhere.
 _LEFT_OUT = frozenset(
-    "test tests idle_test idlelib lib2to3 turtledemo distutils msilib encodings pydoc_data site-packages dist-packages "
-    "_bundled __pycache__".split()
+    (
+        *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "distutils", "msilib"),
+        *("encodings", "pydoc_data", "site-packages", "dist-packages", "_bundled", "__pycache__"),
+    )
 )
 
 _HELD_OUT_ONE_IN = 16

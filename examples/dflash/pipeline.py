@@ -12,7 +12,7 @@ from safecompile import capture_context
 T = TypeVar("T")
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818  # no error, but how a waiting thread learns that all is over
     """Raised in a thread that waits for others when the run is over for all."""
 
 
@@ -147,7 +147,7 @@ class Crew:
                 context.run(work)
             except Stopped:
                 pass
-            except BaseException as error:  # noqa: BLE001  # whatever it is, it ends the run and is raised in `join`
+            except BaseException as error:  # whatever it is, it ends the run and is raised in `join`
                 with self._lock:
                     self._failure = self._failure or (name, error)
                 self.stop()

@@ -16,18 +16,37 @@ from target import Target
 class Proposer(Protocol):
     """Something that drafts tokens for one request."""
 
-    def propose(self, anchor: int, start: int, features: Tensor) -> Tensor:
-        """Draft the tokens after the anchor.
+    def propose(self, known: list[int], features: Tensor) -> Tensor:
+        """Draft the tokens that follow.
 
         Args:
-            anchor: the newest token, which the target has chosen and not yet read.
-            start: the anchor's position.
-            features: ``[1, new, taps * D]``, the target's features of the tokens before ``start`` not handed in before.
+            known: prompt and response so far. The last one is the anchor, which the target has chosen and not yet read.
+            features: ``[1, new, taps * D]``, the target's features of the tokens before the anchor not handed in before.
 
         Returns:
-            int64 ``[drafts]``.
+            int64 ``[drafts]``, on the device of ``features``.
         """
         ...
+
+
+class NGramProposer:
+    """Draft what followed the last time the newest tokens occurred: the drafter that needs no training."""
+
+    def __init__(self, drafts: int, longest: int = 4) -> None:
+        self._drafts = drafts
+        self._longest = longest
+
+    def propose(self, known: list[int], features: Tensor) -> Tensor:
+        """See `Proposer`; the longest repeated end of at most ``longest`` tokens counts."""
+        following: list[int] = []
+        for size in range(min(self._longest, len(known) - 1), 0, -1):
+            end = known[-size:]
+            starts = range(len(known) - size - 1, -1, -1)
+            if (match := next((s for s in starts if known[s : s + size] == end), None)) is not None:
+                following = known[match + size : match + size + self._drafts]
+                break
+        filled = following + [data.EOS_ID] * (self._drafts - len(following))
+        return torch.tensor(filled, device=features.device)
 
 
 class DFlashProposer:
@@ -42,12 +61,16 @@ class DFlashProposer:
         self._context: list[KeysValues] = []
 
     @torch.no_grad()
-    def propose(self, anchor: int, start: int, features: Tensor) -> Tensor:
-        """See `Proposer`. The block's own keys and values are not kept; everything kept is before the block, so all is visible."""
-        known = torch.arange(start - features.shape[1], start, device=features.device).unsqueeze(0)
-        new = self._drafter.context(features, known)
-        self._context = [_append(old, more) for old, more in zip(self._context, new, strict=True)] if self._context else new
-        self._block[0, 0] = anchor
+    def propose(self, known: list[int], features: Tensor) -> Tensor:
+        """See `Proposer`. Keys and values of the block are not kept: all that is kept lies before the next block, and is visible."""
+        start = len(known) - 1
+        new = self._drafter.context(
+            features, torch.arange(start - features.shape[1], start, device=features.device).unsqueeze(0)
+        )
+        self._context = (
+            [_append(old, more) for old, more in zip(self._context, new, strict=True)] if self._context else new
+        )
+        self._block[0, 0] = known[-1]
         embeddings = torch.nn.functional.embedding(self._block, self._vocabulary.embedding)
         normed = self._drafter.blocks(embeddings, self._slots + start, self._context, None)
         return self._target.logits(normed[0, 1:]).argmax(-1)
@@ -101,25 +124,22 @@ def speculate(target: Target, proposer: Proposer, prompt: Tensor, new_tokens: in
         new_tokens: length of the response, unless the end of text comes first.
     """
     cache = target.new_cache()
+    known = prompt.tolist()
     features = target.forward(prompt.unsqueeze(0), cache)
-    anchor = int(target.logits(features.normed[0, -1]).argmax())
     tapped = features.tapped
-    start = len(prompt)
-    tokens = [anchor]
+    tokens = [int(target.logits(features.normed[0, -1]).argmax())]
     accepted: list[int] = []
     while len(tokens) < new_tokens and tokens[-1] != data.EOS_ID:
-        drafts = proposer.propose(anchor, start, tapped)
-        block = torch.cat((drafts.new_tensor([anchor]), drafts))
+        drafts = proposer.propose(known + tokens, tapped)
+        block = torch.cat((drafts.new_tensor(tokens[-1:]), drafts))
         features = target.forward(block.unsqueeze(0), cache)
         chosen = target.logits(features.normed[0]).argmax(-1)
         agreed = int((drafts == chosen[:-1]).cumprod(0).sum())
-        anchor = int(chosen[agreed])
-        fresh = [*drafts[:agreed].tolist(), anchor]
+        fresh = [*drafts[:agreed].tolist(), int(chosen[agreed])]
         if data.EOS_ID in fresh:
             fresh = fresh[: fresh.index(data.EOS_ID) + 1]
         tokens += fresh
         accepted.append(agreed)
-        start += agreed + 1
         # The refused drafts leave the cache; crop() takes the number to remove as a negative, and 0 would be no number.
         if refused := len(drafts) - agreed:
             cache.crop(-refused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging as transformers_logging
 
 from backend import BACKEND
 from config import ConfigError
 from safecompile import thread_safe_compile
+
+# Loading takes a blink; its progress bar would stand between the lines of every program and test.
+transformers_logging.disable_progress_bar()
 
 
 class Features(NamedTuple):
@@ -85,6 +91,9 @@ class Target:
         layers = self._decoder.layers
         if not taps or min(taps) < 0 or max(taps) >= len(layers):
             raise ConfigError(f"taps {taps} must be layers of the target, 0 to {len(layers) - 1}")
+        # The name that transformers gives the cache changed within version 5, and an unknown name is ignored in silence.
+        names = inspect.signature(self._decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
         # A hook on a few layers keeps only these outputs; asking the model for its hidden states keeps those of all layers.
         self._outputs: dict[int, Tensor] = {}
         for tap in taps:
@@ -116,7 +125,8 @@ class Target:
     @torch.no_grad()
     def forward(self, tokens: Tensor, cache: DynamicCache | None = None) -> Features:
         """Run the model on ``[batch, tokens]``, after what is in ``cache`` (which grows)."""
-        normed = self._decoder(input_ids=tokens, cache=cache, use_cache=cache is not None).last_hidden_state
+        caching = {self._cache_name: cache, "use_cache": cache is not None}
+        normed = self._decoder(input_ids=tokens, **caching).last_hidden_state
         tapped = torch.cat([self._outputs.pop(tap) for tap in self.taps], dim=-1)
         return Features(tapped, normed)
 
@@ -150,7 +160,7 @@ class Target:
             pieces.append(step)
         return torch.cat(pieces, dim=1)
 
-    def _keeper(self, tap: int):  # type: ignore[no-untyped-def]  # the type of a hook has no name
+    def _keeper(self, tap: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
         def keep(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self._outputs[tap] = output if isinstance(output, Tensor) else output[0]
 

@@ -167,17 +167,18 @@ class Replica:
         """Be a drafter thread: take work in order, train on it step by step together with the other replicas."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        for step in range(self.config.steps):
-            if step % self.config.uses == 0:
-                asked = time.monotonic()
-                work = queue.get()
-                self.waiting_seconds += time.monotonic() - asked
-            loss = self.loss(work, step)
-            loss.backward()
-            exchange.average(self.index, self._optimizers.parameters)
-            self._optimizers.step()
-            self.losses.append(loss.item())
-            report(step, self.losses[-1])
+        steps = iter(range(self.config.steps))
+        while following := list(itertools.islice(steps, self.config.uses)):
+            asked = time.monotonic()
+            work = queue.get()
+            self.waiting_seconds += time.monotonic() - asked
+            for step in following:
+                loss = self.loss(work, step)
+                loss.backward()
+                exchange.average(self.index, self._optimizers.parameters)
+                self._optimizers.step()
+                self.losses.append(loss.item())
+                report(step, self.losses[-1])
 
     def loss(self, work: Work, step: int) -> Tensor:
         """Return the loss of one step: some of the work's sequences, with anchors drawn for this step alone."""
@@ -263,6 +264,4 @@ def train(config: Config, text: Tensor, targets: list[Target], report: Callable[
 def largest_difference(drafters: list[Drafter]) -> float:
     """Return the largest absolute difference between the first drafter's weights and any other's."""
     first, *others = ([p.cpu() for p in d.parameters()] for d in drafters)
-    return max(
-        (float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True)), default=0.0
-    )
+    return max((float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True)), default=0.0)

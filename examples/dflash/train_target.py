@@ -77,9 +77,7 @@ def main() -> None:
     torch.manual_seed(0)
     corpus = data.load_corpus()
     model = Qwen3ForCausalLM(architecture())
-    steps = optimizer.build(
-        model, "muon", lr=3e-3, muon_lr=2e-2, steps=options.steps, warmup_ratio=0.04, clip=1.0
-    )
+    steps = optimizer.build(model, "muon", lr=3e-3, muon_lr=2e-2, steps=options.steps, warmup_ratio=0.04, clip=1.0)
     rng = data.generator("target", "train")
     started = time.process_time()
     for step in range(options.steps):
@@ -87,7 +85,10 @@ def main() -> None:
         loss.backward()
         steps.step()
         if step % 100 == 0 or step == options.steps - 1:
-            print(f"step {step:4d}  loss {loss.detach().item():.3f}  {time.process_time() - started:.0f} CPU-seconds", flush=True)
+            print(
+                f"step {step:4d}  loss {loss.detach().item():.3f}  {time.process_time() - started:.0f} CPU-seconds",
+                flush=True,
+            )
 
     final = held_out_loss(model, corpus.held_out)
     cpu_seconds = round(time.process_time() - started)

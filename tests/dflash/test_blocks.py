@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import blocks
 import pytest
 import torch
+
+import blocks
 
 TOKENS = torch.arange(100, 112).unsqueeze(0)
 ANSWER = torch.tensor([[False] * 4 + [True] * 8])

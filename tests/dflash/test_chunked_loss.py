@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loss import chunked_loss
 from torch import Tensor
+
+from loss import chunked_loss
 
 # Dynamo looks at `.grad` of every input. It hides the warning this causes, but not where warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config import Config, ConfigError, demo, paper
+
+from config import PRESETS, Config, ConfigError
 
 
-@pytest.mark.parametrize("preset", [demo, paper])
-def test_presets_are_valid(preset: Any) -> None:
-    preset().validate()
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_valid(preset: str) -> None:
+    PRESETS[preset]().validate()
 
 
 @pytest.mark.parametrize(

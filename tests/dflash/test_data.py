@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import data
 import pytest
 import torch
+
+import data
 
 
 def test_bytes_survive_encoding() -> None:
@@ -36,7 +37,9 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_generator_follows_from_its_key_alone() -> None:
-    draws = [torch.rand(3, generator=data.generator(*key)).tolist() for key in ((0, 1, 2), (0, 1, 2), (0, 12), (0, 1, 3))]
+    draws = [
+        torch.rand(3, generator=data.generator(*key)).tolist() for key in ((0, 1, 2), (0, 1, 2), (0, 12), (0, 1, 3))
+    ]
     assert draws[0] == draws[1]
     assert draws[0] != draws[2]
     assert draws[0] != draws[3]

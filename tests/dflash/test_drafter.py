@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import blocks
 import pytest
 import torch
-from attention import build_mask
-from drafter import Drafter, DrafterShape, rotate, rotation
 from torch import Tensor
+
+import blocks
+from attention import build_mask
+from drafter import Drafter, DrafterShape, Layer, rotate, rotation
 
 SHAPE = DrafterShape(
     hidden_size=32,
@@ -126,6 +127,7 @@ def test_a_block_at_another_distance_from_its_context_differs(
 def test_the_context_passes_no_input_norm(drafter: Drafter, features: Tensor) -> None:
     at = torch.arange(CONTEXT).unsqueeze(0)
     layer = drafter.layers[0]
+    assert isinstance(layer, Layer)
     with torch.no_grad():
         before = drafter.context(features, at)[0]
         layer.input_layernorm.weight.mul_(2)
@@ -142,7 +144,9 @@ def test_parameters_have_the_published_names(drafter: Drafter) -> None:
         *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
         *(f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")),
     ]
-    names = {"fc.weight", "hidden_norm.weight", "norm.weight"} | {f"layers.{i}.{n}" for i in range(2) for n in per_layer}
+    names = {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
+        f"layers.{i}.{n}" for i in range(2) for n in per_layer
+    }
     assert set(drafter.state_dict()) == names
     assert drafter.fc.weight.shape == (32, 3 * 32)
 

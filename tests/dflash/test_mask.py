@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from attention import attend, build_mask, dense_mask, mask_rule
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
+
+from attention import attend, build_mask, dense_mask, mask_rule
 
 CONTEXT, BLOCK = 12, 4
 ANCHORS = torch.tensor([[0, 3, 5, 11], [2, 4, 7, 0]])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import optimizer
 import pytest
 import torch
 from torch import nn
+
+import optimizer
 
 
 def test_the_schedule_warms_up_and_ends_at_zero() -> None:

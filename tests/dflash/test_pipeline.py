@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+
 from pipeline import Crew, Meeting, OrderedQueue, Stopped, Tickets, WorkerError
 
 
@@ -55,7 +57,7 @@ def test_one_slot_for_each_of_three_consumers_in_step_is_enough() -> None:
         for index in range(producers):
             crew.start(f"producer-{index}", produce)
         for queue in queues:
-            crew.start("consumer", lambda queue=queue: consume(queue))  # type: ignore[misc]
+            crew.start("consumer", partial(consume, queue))
         crew.join()
 
 
@@ -85,7 +87,12 @@ def waits() -> dict[str, Callable[[Callable[[Callable[[], None]], None]], None]]
 def test_an_error_in_one_thread_ends_the_wait_of_another(wait: str) -> None:
     stops: list[Callable[[], None]] = []
     waiting = threading.Event()
-    crew = Crew([lambda: [stop() for stop in stops]])  # type: ignore[list-item,func-returns-value]
+
+    def stop_all() -> None:
+        for stop in stops:
+            stop()
+
+    crew = Crew([stop_all])
 
     def ready(stop: Callable[[], None]) -> None:
         stops.append(stop)
@@ -121,7 +128,12 @@ def test_a_thread_that_goes_on_after_a_failure_is_named() -> None:
         raise ValueError("first")
 
     crew = Crew([])
-    crew.start("stubborn", lambda: release.wait(30) and None)
+
+    def go_on() -> None:
+        release.wait(30)
+
+    crew = Crew([])
+    crew.start("stubborn", go_on)
     crew.start("failing", fail)
     with pytest.raises(WorkerError, match="first") as caught:
         crew.join(grace=0.1)

@@ -9,12 +9,14 @@ import torch
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
-import data  # noqa: E402
-from config import Config  # noqa: E402
-from speculative import Decoded, DFlashProposer, greedy, speculate  # noqa: E402
-from target import Target  # noqa: E402
-from torch import Tensor  # noqa: E402
-from train import new_drafter  # noqa: E402
+from torch import Tensor
+
+import data
+from config import Config
+from evaluate import Reference
+from speculative import Decoded, DFlashProposer, NGramProposer, greedy, speculate
+from target import Target
+from train import new_drafter
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(2, 258, (10,), generator=torch.Generator().manual_seed(3))
@@ -32,11 +34,11 @@ class Oracle:
         self._truth, self._right = truth, right
         self.seen: list[tuple[int, int]] = []
 
-    def propose(self, anchor: int, start: int, features: Tensor) -> Tensor:
-        self.seen.append((start, features.shape[1]))
-        done = start - len(PROMPT)
-        assert self._truth[done] == anchor
-        drafts = torch.tensor((self._truth[done + 1 :] + [0] * 4)[:4])
+    def propose(self, known: list[int], features: Tensor) -> Tensor:
+        self.seen.append((len(known) - 1, features.shape[1]))
+        done = len(known) - len(PROMPT)
+        assert known == PROMPT.tolist() + self._truth[:done]
+        drafts = torch.tensor((self._truth[done:] + [0] * 4)[:4])
         drafts[self._right :] = 2 + (drafts[self._right :] + 1) % 256
         return drafts
 
@@ -60,6 +62,37 @@ def test_an_untrained_drafter_changes_nothing(target: Target, seed: int) -> None
     drafter = new_drafter(Config(seed=seed), target.shape, 3, CPU)
     decoded = speculate(target, DFlashProposer(drafter, target, 8), prompt, 32)
     assert decoded.tokens == greedy(target, prompt, 32)
+
+
+def test_an_ngram_drafter_changes_nothing(target: Target) -> None:
+    assert speculate(target, NGramProposer(7), PROMPT, 32).tokens == greedy(target, PROMPT, 32)
+
+
+@pytest.mark.parametrize(
+    ("known", "drafts"),
+    [
+        ([5, 6, 7, 9, 9, 5, 6], [7, 9, 9]),  # the longest end that occurred before
+        ([5, 6, 1, 5, 6, 2, 5, 6], [2, 5, 6]),  # the latest place
+        ([8, 8], [8, 0, 0]),
+        ([1, 2, 3], [0, 0, 0]),
+    ],
+)
+def test_ngram_drafts_are_what_followed_before(known: list[int], drafts: list[int]) -> None:
+    assert NGramProposer(3).propose(known, torch.zeros(1, 1, 1)).tolist() == drafts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loops"),
+    [
+        (list(range(64)) + [1, 2, 3] * 22, True),
+        (list(range(100, 132)) * 2, True),
+        (list(range(100, 133)) * 2, False),
+        (list(range(128)), False),
+        ([7] * 63, False),
+    ],
+)
+def test_a_response_loops_if_its_last_64_tokens_have_a_period_of_at_most_32(tokens: list[int], loops: bool) -> None:
+    assert Reference(PROMPT, tokens).loops is loops
 
 
 def test_decoding_stops_at_the_end_of_text(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
-from config import ConfigError  # noqa: E402
-from speculative import greedy  # noqa: E402
-from target import Target, choose, tapped_layers  # noqa: E402
+from config import ConfigError
+from speculative import greedy
+from target import Target, choose, tapped_layers
 
 CPU = torch.device("cpu")
 

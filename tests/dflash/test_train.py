@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
-import train  # noqa: E402
-from config import Config  # noqa: E402
-from pipeline import WorkerError  # noqa: E402
-from target import Target  # noqa: E402
+import train
+from config import Config
+from pipeline import WorkerError
+from target import Target
 
 # Dynamo looks at `.grad` of every input. It hides the warning this causes, but not where warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -100,18 +103,16 @@ def test_weights_are_equal_bit_for_bit_however_many_threads_make_the_work(
 def test_a_failing_thread_ends_training_with_its_error(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch, worker: str
 ) -> None:
-    import threading
-
-    def broken(original):  # type: ignore[no-untyped-def]
-        def run(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def breaking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
             if threading.current_thread().name == worker:
                 raise ArithmeticError("injected")
-            return original(*args, **kwargs)
+            return original(*args)
 
         return run
 
-    monkeypatch.setattr(train, "make_work", broken(train.make_work))
-    monkeypatch.setattr(train.Replica, "loss", broken(train.Replica.loss))
+    monkeypatch.setattr(train, "make_work", breaking(train.make_work))
+    monkeypatch.setattr(train.Replica, "loss", breaking(train.Replica.loss))
     started = time.monotonic()
     with pytest.raises(WorkerError, match=f"'{worker}' failed: ArithmeticError: injected"):
         train.train(CONFIG, TEXT, targets(tiny_target, 2), silent)
