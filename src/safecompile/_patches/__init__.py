@@ -12,9 +12,10 @@ from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches import dynamo
 from safecompile._patches.dynamo import CompileLock, LazyBackward, ResumeFunctions, SingleFlight
+from safecompile._patches.export import ExportCopies
 from safecompile._patches.fx import FXPatches
 from safecompile._patches.point import PatchPoint, threads_running
-from safecompile._patches.thread_globals import ThreadGlobals
+from safecompile._patches.thread_globals import Made, ThreadGlobals
 
 __all__ = ["Patches", "fx_trace_lock", "gate"]
 
@@ -40,6 +41,7 @@ class Patches:
             SingleFlight(gate, fx_trace_lock, guarded),
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
+            ExportCopies(),
         )
 
     def install(self, *, strict: bool = False) -> int:
@@ -154,5 +156,19 @@ def _thread_globals() -> list[ThreadGlobals]:
             name="dispatch-mode-flags",
             protects="a compiled call runs eagerly in silence while another thread is in a dispatch mode",
             upstream="torch/utils/_python_dispatch.py, TorchDispatchMode.__enter__",
+        ),
+        ThreadGlobals(
+            "torch._ops",
+            {"_mode_stack_state_for_pre_dispatch": Made("_ModeStackStateForPreDispatch")},
+            name="pre-dispatch-modes",
+            protects='"Trying to pop empty mode stack" in concurrent exports (E3)',
+            upstream="torch/_ops.py, mode_stack_state_for_pre_dispatch",
+        ),
+        ThreadGlobals(
+            "torch.export._trace",
+            {"_EXPORT_FLAGS": None, "_EXPORT_MODULE_HIERARCHY": None},
+            name="export-state",
+            protects="an export uses the module hierarchy of another thread's (E3)",
+            upstream="torch/export/_trace.py, _export",
         ),
     ]

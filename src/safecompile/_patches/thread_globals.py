@@ -16,12 +16,20 @@ import importlib
 import inspect
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from safecompile._patches.point import PatchPoint, constant, with_constants
 
-__all__ = ["ThreadGlobals"]
+__all__ = ["Made", "ThreadGlobals"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A default that is made anew for each thread: an instance of the module's class of this name."""
+
+    by: str
 
 
 class ThreadGlobals(PatchPoint):
@@ -45,7 +53,7 @@ class ThreadGlobals(PatchPoint):
     def apply(self) -> None:
         module = importlib.import_module(self._module_name)
         names = self._present()
-        local = _local_storage({name: self._defaults[name] for name in names})
+        local = _local_storage(module, {name: self._defaults[name] for name in names})
         redirected = ast.fix_missing_locations(_Redirect(names).visit(self._tree()))
         whole = compile(redirected, str(module.__file__), "exec", dont_inherit=True)
         codes = {_key(code): code for code in _codes(whole)}
@@ -102,12 +110,12 @@ def _shadowed(tree: ast.Module, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def _local_storage(defaults: dict[str, Any]) -> Any:
+def _local_storage(module: ModuleType, defaults: dict[str, Any]) -> Any:
     class Local(threading.local):
         def __init__(self) -> None:
             # The defaults and not the module's present values: a trace may be going on elsewhere right now.
             for name, value in defaults.items():
-                setattr(self, name, copy.copy(value))
+                setattr(self, name, vars(module)[value.by]() if isinstance(value, Made) else copy.copy(value))
 
     return Local()
 
