@@ -14,6 +14,7 @@ import torch
 from safecompile._core.errors import UnsupportedCallableError
 from safecompile._core.gate import LookAgain
 from safecompile._patches import Patches, gate
+from safecompile._patches.dynamo import mark_as_compiled
 
 __all__ = ["patches", "thread_safe_compile"]
 
@@ -68,6 +69,9 @@ def _thread_safe_compile(fn: Any, *, options: dict[str, Any]) -> Any:
         return type(fn)(_thread_safe_compile(fn.__func__, options=options))
     _check_callable(fn)
     if isinstance(fn, torch.nn.Module):
+        if "forward" in vars(fn):  # somebody has wrapped this instance's forward
+            fn.forward = _thread_safe_compile(fn.forward, options=options)
+            return fn
         fn.__class__ = _guarded_class(type(fn), options)
         return fn
     if isinstance(fn, MethodType):
@@ -91,8 +95,7 @@ def _guard(function: Callable[_P, _R], options: dict[str, Any]) -> Callable[_P, 
             except LookAgain:  # nothing of the function has run; another thread has just compiled it
                 continue
 
-    # With the attributes by which Dynamo sees through the wrapper when an outer compile inlines the call.
-    functools.update_wrapper(guarded, compiled)
+    mark_as_compiled(guarded, compiled)
     guarded.__wrapped__ = function  # type: ignore[attr-defined]
     guarded.__safecompile_original__ = function  # type: ignore[attr-defined]
     return guarded
@@ -165,8 +168,10 @@ def _check_callable(fn: Any) -> None:
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     if isinstance(fn, torch.jit.ScriptModule):
         problem = "is a scripted module; compile the module it was scripted from"
+    elif hasattr(fn, "_orig_mod"):
+        problem = "is a module that torch.compile has compiled; give the module that it was made from"
     elif isinstance(fn, torch.nn.Module):
-        if type(fn).forward is not torch.nn.Module.forward:
+        if type(fn).forward is not torch.nn.Module.forward or "forward" in vars(fn):
             return
         problem = "has no forward; give it one, or compile its submodules"
     elif isinstance(fn, type):

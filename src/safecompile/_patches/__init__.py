@@ -23,7 +23,7 @@ gate = Gate()
 fx_trace_lock = FXTraceLock(dynamo.compile_lock)
 
 # How long an installation waits for traces and compiles that began before it.
-STRAGGLERS_LIMIT = 60.0
+STRAGGLERS_LIMIT = 5.0
 
 
 class Patches:

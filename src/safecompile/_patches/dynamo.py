@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     from safecompile._core.lock import FXTraceLock
 
-__all__ = ["CompileLock", "LazyBackward", "ResumeFunctions", "SingleFlight", "compile_lock", "skip_frames_of"]
+__all__ = [
+    "CompileLock",
+    "LazyBackward",
+    "ResumeFunctions",
+    "SingleFlight",
+    "compile_lock",
+    "mark_as_compiled",
+    "skip_frames_of",
+]
 
 _own_lock: Any = None
 
@@ -33,6 +41,12 @@ def skip_frames_of(code: CodeType) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(code)
+
+
+def mark_as_compiled(wrapper: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+    """Let Dynamo see ``wrapper`` as it sees ``compiled``: another compile around it inlines the original function."""
+    functools.update_wrapper(wrapper, compiled)
+    wrapper._torchdynamo_wrapper_id = id(wrapper)  # type: ignore[attr-defined]
 
 
 class CompileLock(PatchPoint):

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
+import torch
+
 from safecompile._patches.point import PatchPoint, with_constants
 
 __all__ = ["FXPatches"]
@@ -96,6 +98,9 @@ class FXPatches(PatchPoint):
         self.wrap(fx._Patcher, "patch", self._add)
         self.wrap(fx._Patcher, "patch_method", self._add)
         self.wrap(fx, "_autowrap_check", lambda _, __, args, kwargs: self._autowrap(*args, **kwargs))
+        self.wrap(fx.Tracer, "trace", _trace_on_one_thread)
+        # A trace that began before the installation may have its own function in the place of these.
+        self._originals = {"__call__": fx._orig_module_call, "__getattr__": fx._orig_module_getattr}
         # The tracer's own wrappers go on to the originals by these names.
         self.replace(fx, "_orig_module_call", _copy(fx._orig_module_call))
         self.replace(fx, "_orig_module_getattr", _copy(fx._orig_module_getattr))
@@ -145,7 +150,7 @@ class FXPatches(PatchPoint):
         return self._install_global(change.owner, change)
 
     def _install_method(self, cls: type, name: str, key: _Key) -> Callable[[], None]:
-        method = getattr(cls, name)
+        method = self._originals[name] if cls is torch.nn.Module and name in self._originals else getattr(cls, name)
         if isinstance(method, FunctionType) and not method.__code__.co_freevars:
             code = method.__code__
             method.__code__ = with_constants(
@@ -191,6 +196,12 @@ class FXPatches(PatchPoint):
             new_fn = self._wrap_function(getattr(builtins, name) if stored is _ABSENT else stored)
         frame_dict[name] = new_fn
         return lambda: frame_dict.pop(name, None) if stored is _ABSENT else frame_dict.update({name: stored})
+
+
+def _trace_on_one_thread(trace: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+    """Run a backward inside the trace on the tracing thread, which has the trace's state, and not on a device's."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return trace(*args, **kwargs)
 
 
 class _PatchedModule(ModuleType):
