@@ -60,7 +60,7 @@ class Config:
     prompt_length: int = 128
     response_length: int = 128
     sequences: int = 16
-    uses: int = 8
+    uses: int = 16
     batch: int = 4
     anchors: int = 16
 
@@ -68,10 +68,10 @@ class Config:
     kl_weight: float = 0.5
     chunk_rows: int = 64
 
-    steps: int = 240
+    steps: int = 160
     optimizer: OptimizerName = "muon"
     lr: float = 3e-3
-    muon_lr: float = 1e-2
+    muon_lr: float = 4e-2
     warmup_ratio: float = 0.04
     clip: float = 1.0
     autocast: bool = False

@@ -21,6 +21,7 @@ import train
 from backend import BACKEND, cpp_compiler
 from config import PRESETS, Config, ConfigError
 from pipeline import WorkerError
+from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
 from target import Target, tapped_layers
 
@@ -113,6 +114,10 @@ def run(config: Config) -> list[str]:
         )
         print(f"{name:10} {lengths} {result.target_passes:14} {result.identical:7}/{len(references)}")
     print(f"\nlargest difference between replicas: {trained.largest_difference}")
+    compiles = statistics()
+    print(
+        f"graphs compiled by all threads: {compiles.compiled}; seconds waited for each other's compiles: {compiles.lock.waited_seconds:.1f}"
+    )
     print(f"context tokens per second: {trained.tokens / trained.seconds:.0f}")
     print("seconds waiting for work: " + ", ".join(f"{s:.1f}" for s in trained.waiting_seconds))
     print("seconds: " + ", ".join(f"{stage} {s:.1f}" for stage, s in stages.seconds.items()), end="")
@@ -124,6 +129,9 @@ def run(config: Config) -> list[str]:
             after.acceptance_length(with_loops=False) > before.acceptance_length(with_loops=False)
         ),
         "output differs from the target's own": all(e.identical == len(references) for e in (before, ngram, after)),
+        "too few responses do not loop: the evaluation is not valid": len(references) - looping
+        >= len(references) // 2
+        > 0,
         "the replicas differ": trained.largest_difference == 0.0,
     }
     return [failure for failure, passed in checks.items() if not passed]
