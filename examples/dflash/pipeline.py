@@ -164,14 +164,23 @@ class Crew:
     def join(self, grace: float = 10.0) -> None:
         """Wait for all threads, or, once one has failed, for at most ``grace`` seconds more.
 
+        An interrupt of the waiting thread (Ctrl-C) stops the others in the same way before it goes on.
+
         Raises:
             WorkerError: from the error of the first thread that failed.
         """
-        deadline = float("inf")
-        while (alive := [t for t in self._threads if t.is_alive()]) and time.monotonic() < deadline:
-            alive[0].join(timeout=0.1)
-            if self._failure and deadline == float("inf"):
-                deadline = time.monotonic() + grace
+        try:
+            while not self._failure and (alive := self._alive()):
+                alive[0].join(timeout=0.1)
+        finally:
+            if self._alive():
+                self.stop()
+            deadline = time.monotonic() + grace
+            for thread in self._alive():
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
         if self._failure:
             name, error = self._failure
-            raise WorkerError(name, error, [t.name for t in alive]) from error
+            raise WorkerError(name, error, [t.name for t in self._alive()]) from error
+
+    def _alive(self) -> list[threading.Thread]:
+        return [t for t in self._threads if t.is_alive()]

@@ -244,11 +244,7 @@ def train(config: Config, text: Tensor, targets: list[Target], report: Callable[
                 report(step, loss, sum(map(len, queues)))
 
         crew.start(f"drafter-{replica.index}", partial(replica.run, queues[replica.index], exchange, tell))
-    try:
-        crew.join()
-    except BaseException:
-        crew.stop()
-        raise
+    crew.join()
     drafters = [replica.drafter for replica in replicas]
     return Trained(
         drafters=drafters,

@@ -140,3 +140,21 @@ def test_a_thread_that_goes_on_after_a_failure_is_named() -> None:
     release.set()
     assert caught.value.still_running == ["stubborn"]
     assert "still running: stubborn" in str(caught.value)
+
+
+def test_an_interrupt_of_the_waiting_thread_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue: OrderedQueue[int] = OrderedQueue(1)
+
+    def get() -> None:
+        queue.get()
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    crew = Crew([queue.stop])
+    crew.start("waiting", get)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        crew.join()
+    assert not any(t.name == "waiting" for t in threading.enumerate())
