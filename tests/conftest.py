@@ -41,3 +41,21 @@ def fresh_dynamo() -> Iterator[None]:
             safecompile.uninstall()
         finally:
             torch._dynamo.reset()
+
+
+@pytest.fixture
+def nothing_compiled(uninstalled_at_the_end: None) -> Iterator[None]:
+    """Start with nothing compiled; the patches stay for the other tests of the module, for installing takes a second."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def uninstalled_at_the_end() -> Iterator[None]:
+    import safecompile
+
+    yield
+    safecompile.uninstall()
