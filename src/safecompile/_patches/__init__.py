@@ -56,13 +56,10 @@ class Patches:
         with fx_trace_lock, self._guard:
             if gate.epoch:
                 return gate.epoch
-            mismatches = [f"{p.name}: {reason}" for p in self.points if p.needed() and (reason := p.mismatch())]
+            dynamo.skip_frames_of(self._guarded)
+            mismatches = [f"{point.name}: {reason}" for point in self.points if (reason := _install(point))]
             if mismatches:
                 self._complain(mismatches, strict=strict)
-            dynamo.skip_frames_of(self._guarded)
-            for point in self.points:
-                if point.needed() and not point.mismatch():
-                    point.install()
             replaced = set[CodeType]().union(*(point.replaced_code() for point in self.points))
             if threading.get_ident() in threads_running(replaced):
                 self._restore()
@@ -105,10 +102,24 @@ class Patches:
             + "; ".join(mismatches)
         )
         if strict:
+            self._restore()
             raise PatchMismatchError(f"{text}. Use a supported torch, or install() without strict.")
         if not self._warned:
             self._warned = True
             warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _install(point: PatchPoint) -> str | None:
+    """Install one point; return why that was not possible."""
+    try:
+        if not point.needed():
+            return None
+        mismatch = point.mismatch()
+        if mismatch is None:
+            point.install()
+    except Exception as error:
+        return repr(error)
+    return mismatch
 
 
 def _thread_globals() -> list[ThreadGlobals]:

@@ -14,6 +14,7 @@ import copy
 import gc
 import importlib
 import inspect
+import symtable
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,16 +48,23 @@ class ThreadGlobals(PatchPoint):
         return bool(self._present())
 
     def mismatch(self) -> str | None:
-        shadowed = _shadowed(self._tree(), self._present())
+        shadowed = _shadowed(symtable.symtable(self._source(), self._module_name, "exec"), self._present())
         return f"{self._module_name} uses {shadowed} for something local" if shadowed else None
 
     def apply(self) -> None:
         module = importlib.import_module(self._module_name)
         names = self._present()
         local = _local_storage(module, {name: self._defaults[name] for name in names})
-        redirected = ast.fix_missing_locations(_Redirect(names).visit(self._tree()))
-        whole = compile(redirected, str(module.__file__), "exec", dont_inherit=True)
-        codes = {_key(code): code for code in _codes(whole)}
+        source = self._source()
+        lines = source.splitlines()
+        tree = ast.parse(source)
+        tree.body = [
+            _Redirect(names).visit(node)
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom)  # annotations from __future__
+            or any(name in line for line in lines[node.lineno - 1 : node.end_lineno] for name in names)
+        ]
+        codes = {_key(code): code for code in _codes(compile(tree, str(module.__file__), "exec", dont_inherit=True))}
         for function in _functions_of(module):
             if any(name in code.co_names for code in _codes(function.__code__) for name in names):
                 self.recode(function, with_constants(codes[_key(function.__code__)], local=local))
@@ -66,8 +74,8 @@ class ThreadGlobals(PatchPoint):
         module = importlib.import_module(self._module_name)
         return tuple(name for name in self._defaults if name in vars(module))
 
-    def _tree(self) -> ast.Module:
-        return ast.parse(inspect.getsource(importlib.import_module(self._module_name)))
+    def _source(self) -> str:
+        return inspect.getsource(importlib.import_module(self._module_name))
 
 
 class _Redirect(ast.NodeTransformer):
@@ -92,22 +100,17 @@ class _Redirect(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if not self._depth or node.id not in self._names:
             return node
-        return ast.copy_location(ast.Attribute(ast.Constant(constant("local")), node.id, node.ctx), node)
+        local = ast.copy_location(ast.Constant(constant("local")), node)
+        return ast.copy_location(ast.Attribute(local, node.id, node.ctx), node)
 
 
-def _shadowed(tree: ast.Module, names: tuple[str, ...]) -> str | None:
-    """Return a name that some function uses as a parameter, or assigns without declaring it global."""
-    for function in ast.walk(tree):
-        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            continue
-        nodes = list(ast.walk(function))
-        declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-        bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
-        bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        for name in names:
-            if name in bound - declared:
+def _shadowed(scope: symtable.SymbolTable, names: tuple[str, ...]) -> str | None:
+    """Return a name that some function binds for itself, as a parameter or by assigning without ``global``."""
+    if scope.get_type() == "function":
+        for name in set(names).intersection(scope.get_identifiers()):
+            if not scope.lookup(name).is_global():
                 return name
-    return None
+    return next(filter(None, (_shadowed(child, names) for child in scope.get_children())), None)
 
 
 def _local_storage(module: ModuleType, defaults: dict[str, Any]) -> Any:
@@ -140,4 +143,5 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _functions_of(module: ModuleType) -> list[FunctionType]:
     """Return every live function of the module, also undecorated ones that only a decorator holds."""
-    return [thing for thing in gc.get_objects() if type(thing) is FunctionType and thing.__globals__ is vars(module)]
+    referrers = gc.get_referrers(vars(module))
+    return [thing for thing in referrers if type(thing) is FunctionType and thing.__globals__ is vars(module)]
