@@ -24,7 +24,7 @@ __all__ = ["Gate", "LookAgain"]
 
 # A compiled entry is inserted some microseconds after the lock is released. One that is not there after
 # this many seconds never will be (the insertion raised); the next thread then compiles for itself.
-INSERTION_LIMIT = 1.0
+INSERTION_LIMIT = 30.0
 
 
 class LookAgain(BaseException):
