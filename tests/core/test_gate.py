@@ -15,7 +15,7 @@ from typing import Any
 
 import frontrun  # type: ignore[import-untyped]
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from safecompile._core import gate as gate_module
@@ -343,6 +343,28 @@ def test_threads_at_full_speed_compile_each_key_once(functions: str) -> None:
         assert len(simulation.compiles) == 5 * len(functions)
 
 
+# ---------------------------------------------------------------------------------------------------------- wrong gates
+
+
+class GateWithoutEpochs(Gate):
+    def admit(self, code: Any, seen: int) -> bool:
+        return True
+
+
+class GateThatPublishesAtFinish(Gate):
+    """Advances the epoch when an entry is finished, and not when it is in the cache."""
+
+    def finish(self, code: Any, inserted: Callable[[], bool]) -> None:
+        super().finish(code, inserted)
+        self._pending.clear()
+        self.epoch = self._serial
+
+
+class GateThatDoesNotWaitForInsertions(Gate):
+    def finish(self, code: Any, inserted: Callable[[], bool]) -> None:
+        super().finish(code, lambda: True)
+
+
 # ---------------------------------------------------------------------------------------------------------- hypothesis
 
 
@@ -404,7 +426,7 @@ calls = st.tuples(st.integers(0, 1), st.sampled_from("fg"), st.sampled_from(["",
 
 
 def run_schedule(
-    gate: Gate, wanted: list[tuple[int, str, str]], choices: list[int]
+    gate: Gate, wanted: list[tuple[int, str, str]], choices: list[int], *, into_the_hole: bool = False
 ) -> tuple[Simulation, list[Suspended]]:
     """Run calls on threads of their own, one step of one thread at a time, in the order that `choices` gives."""
     simulation = suspendable(gate)
@@ -413,7 +435,7 @@ def run_schedule(
     for _ in range(40 * len(threads)):
         holder = next((thread for thread in threads if thread.at == "compiling"), None)
         # A thread that would have to wait for the lock or for an insertion is not chosen, as nothing else would run.
-        hole = any(thread.at == "inserting" for thread in threads)
+        hole = not into_the_hole and any(thread.at == "inserting" for thread in threads)
         ready = [
             thread
             for thread in threads
@@ -447,26 +469,23 @@ def test_in_any_order_of_steps_each_key_is_compiled_once(
         assert thread.error is not None or (function, key) in simulation.entries
 
 
+@pytest.mark.parametrize("gate", [GateWithoutEpochs, GateThatPublishesAtFinish, GateThatDoesNotWaitForInsertions])
+def test_control_schedules_find_the_second_compile_of_a_wrong_gate(gate: type[Gate]) -> None:
+    twice: list[list[int]] = []
+
+    @settings(max_examples=300, deadline=None, database=None, phases=[Phase.generate], derandomize=True)
+    @given(choices=st.lists(st.integers(0, 1), min_size=4, max_size=8))
+    def search(choices: list[int]) -> None:
+        if not twice:
+            simulation, _ = run_schedule(gate(), [(0, "f", "")] * 2, choices, into_the_hole=True)
+            if len(simulation.compiles) > 1:
+                twice.append(choices)
+
+    search()
+    assert twice, "no schedule showed the fault: the test above proves nothing"
+
+
 # ---------------------------------------------------------------------------------------------------------- model checker
-
-
-class GateWithoutEpochs(Gate):
-    def admit(self, code: Any, seen: int) -> bool:
-        return True
-
-
-class GateThatPublishesAtFinish(Gate):
-    """Advances the epoch when an entry is finished, and not when it is in the cache."""
-
-    def finish(self, code: Any, inserted: Callable[[], bool]) -> None:
-        super().finish(code, inserted)
-        self._pending.clear()
-        self.epoch = self._serial
-
-
-class GateThatDoesNotWaitForInsertions(Gate):
-    def finish(self, code: Any, inserted: Callable[[], bool]) -> None:
-        super().finish(code, lambda: True)
 
 
 class FirstCallFlag(Simulation):
