@@ -87,7 +87,9 @@ def run(config: Config) -> list[str]:
     references = evaluate.references(config, corpus.held_out, judge)
     stages.done("references")
     untrained = train.new_drafter(config, judge.shape, len(taps), judge.device)
-    before = evaluate.evaluate(config, judge, lambda: DFlashProposer(untrained, judge, config.block_size), references)
+    # A quarter of the prompts: next to no draft is accepted, so that each token costs a pass of both models.
+    quarter = references[: max(1, len(references) // 4)]
+    before = evaluate.evaluate(config, judge, lambda: DFlashProposer(untrained, judge, config.block_size), quarter)
     stages.done("untrained")
     ngram = evaluate.evaluate(config, judge, lambda: NGramProposer(config.block_size - 1), references)
     stages.done("n-gram")
@@ -112,7 +114,7 @@ def run(config: Config) -> list[str]:
         lengths = (
             f"{result.acceptance_length(with_loops=True):18.2f} {result.acceptance_length(with_loops=False):14.2f}"
         )
-        print(f"{name:10} {lengths} {result.target_passes:14} {result.identical:7}/{len(references)}")
+        print(f"{name:10} {lengths} {result.target_passes:14} {result.identical:7}/{len(result.references)}")
     print(f"\nlargest difference between replicas: {trained.largest_difference}")
     compiles = statistics()
     print(
@@ -126,9 +128,9 @@ def run(config: Config) -> list[str]:
     checks = {
         "the loss did not fall": last < first,
         "the trained drafter is not accepted more than the untrained one": (
-            after.acceptance_length(with_loops=False) > before.acceptance_length(with_loops=False)
+            after.acceptance_length(with_loops=True) > before.acceptance_length(with_loops=True)
         ),
-        "output differs from the target's own": all(e.identical == len(references) for e in (before, ngram, after)),
+        "output differs from the target's own": all(e.identical == len(e.references) for e in (before, ngram, after)),
         "too few responses do not loop: the evaluation is not valid": len(references) - looping
         >= len(references) // 2
         > 0,
