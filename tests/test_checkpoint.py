@@ -748,7 +748,8 @@ def test_control_torch_is_silently_wrong_in_four_threads() -> None:
     assert any("wrong" in in_four_threads(with_torch) for _ in range(10))
 
 
-@pytest.mark.xfail(strict=True, reason="about 1 in 100 gradients is wrong in silence: see the two schedules above")
+# Not strict: which schedules a machine meets is chance. The forced ones above are strict.
+@pytest.mark.xfail(strict=False, reason="about 1 in 100 gradients is wrong in silence: see the two schedules above")
 def test_four_threads_with_dropout_get_a_right_gradient_or_an_error() -> None:
     noticed = 0
     for _ in range(8):
@@ -760,7 +761,7 @@ def test_four_threads_with_dropout_get_a_right_gradient_or_an_error() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.xfail(strict=True, reason="a region that is part of a compiled graph is torch's own, and not watched")
+@pytest.mark.xfail(strict=False, reason="a region that is part of a compiled graph is torch's own, and not watched")
 def test_four_threads_with_a_region_in_a_compiled_callable_get_a_right_gradient_or_an_error() -> None:
     step = thread_safe_compile(with_safecompile, backend="aot_eager")
     for _ in range(8):
