@@ -48,7 +48,7 @@ class Block(torch.nn.Module):
         self.linear = torch.nn.Linear(width, width)
         self.scale = torch.nn.Parameter(torch.full((width,), 0.5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         if isinstance(x, torch.fx.Proxy) or torch.compiler.is_exporting():
             pause()
         return torch.relu(self.linear(x)) * self.scale * math.sqrt(4.0)
@@ -126,8 +126,8 @@ class Held:
     @property
     def graph(self) -> torch.fx.Graph:
         if isinstance(self.outcome, BaseException):
-            raise AssertionError("the trace failed") from self.outcome
-        assert self.outcome is not None, "the trace has not ended"
+            raise AssertionError("the trace failed") from self.outcome  # noqa: TRY004  a test fails
+        assert isinstance(self.outcome, torch.fx.Graph), "the trace has not ended"
         return self.outcome
 
     def finish(self) -> torch.fx.Graph:

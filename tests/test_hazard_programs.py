@@ -1,0 +1,251 @@
+"""Whole programs, each in a process of its own: torch alone shows the fault, with the library it is gone.
+
+A program calls `compile_it` where it would call `torch.compile`, notes faults with `fault(...)`, and exits with 1 if it
+has noted any.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from tests.helpers.subprocess_run import IsolatedResult, run_isolated
+
+PRELUDE = """
+import collections, math, sys, threading
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from tests.helpers.backends import CountingBackend
+from tests.helpers.threads import gather_threads
+
+if sys.argv[1] == "library":
+    import safecompile
+    safecompile.install()
+    compile_it = safecompile.thread_safe_compile
+else:
+    compile_it = torch.compile
+
+faults = collections.Counter()
+
+def fault(*what):
+    faults[" ".join(map(str, what))[:200]] += 1
+
+def attempt(what, function, want=None):
+    try:
+        got = function()
+    except Exception as error:
+        fault(what, type(error).__name__, error)
+        return None
+    if want is not None and (type(got) is not torch.Tensor or not torch.equal(got, want)):
+        fault(what, "returned", type(got).__name__)
+    return got
+
+def together(*functions):
+    for outcome in gather_threads(list(functions), timeout=45):
+        if isinstance(outcome, BaseException):
+            fault(type(outcome).__name__, outcome)
+
+class Stops(torch.nn.Module):
+    '''Stops in its first call by the thread that is to stop, in the middle of what it does.'''
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.thread, self.inside, self.go_on = None, threading.Event(), threading.Event()
+    def forward(self, x):
+        y = self.a(x)
+        if threading.current_thread() is self.thread:
+            self.thread = None
+            self.inside.set()
+            assert self.go_on.wait(30)
+        return self.b(y)
+
+def in_the_middle_of(trace, model, do):
+    def run():
+        model.thread = threading.current_thread()
+        try:
+            result.append(trace(model))
+        except Exception as error:
+            fault("trace", type(error).__name__, error)
+        finally:
+            model.inside.set()
+    result = []
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert model.inside.wait(30)
+    try:
+        do()
+    finally:
+        model.go_on.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    return result[0] if result else None
+
+x = torch.linspace(-1, 1, 8).reshape(2, 4)
+"""
+
+END = """
+for what, n in faults.items():
+    print(n, "x", what)
+sys.exit(1 if faults else 0)
+"""
+
+PROGRAMS = {
+    "E1: warm calls of an unrelated function beside make_fx": """
+        call = compile_it(lambda v: torch.sin(v) + 1, backend="eager", fullgraph=True)
+        want = call(x)
+        def calls():
+            for _ in range(20):
+                attempt("warm", lambda: call(x), want)
+        in_the_middle_of(lambda m: make_fx(m)(x), Stops(), calls)
+    """,
+    "E1: cold calls beside symbolic_trace": """
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        want = model(x)
+        call = compile_it(lambda v: model(v), backend="aot_eager", fullgraph=True)
+        in_the_middle_of(torch.fx.symbolic_trace, Stops(), lambda: attempt("cold", lambda: call(x), want))
+    """,
+    "E2 and S4: eager calls beside symbolic_trace, of another model and of the same": """
+        other, same = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), Stops()
+        wants = other(x), same(x)
+        alone = str(torch.fx.symbolic_trace(Stops()).graph)
+        def calls():
+            attempt("other", lambda: other(x), wants[0])
+            attempt("same", lambda: same(x), wants[1])
+        traced = in_the_middle_of(torch.fx.symbolic_trace, same, calls)
+        if traced is None or str(traced.graph) != alone:
+            fault("the graph is not the one that a single thread gets")
+    """,
+    "E4: a herd of first calls": """
+        n, backend = 12, CountingBackend()
+        call, barrier = compile_it(lambda v: (v * 2).relu(), backend=backend, fullgraph=True), threading.Barrier(n)
+        def first():
+            barrier.wait(30)
+            attempt("first", lambda: call(x), (x * 2).relu())
+        together(*[first] * n)
+        if backend.count != 1:
+            fault("compiles:", backend.count)
+    """,
+    "S5: a compile beside a symbolic trace": """
+        alone = str(torch.fx.symbolic_trace(Stops()).graph)
+        inner = Stops()
+        def compile_meanwhile():
+            w = torch.nn.Linear(4, 4)
+            attempt("compile", lambda: compile_it(lambda v: w(v), backend="aot_eager")(x), None)
+        traced = in_the_middle_of(torch.fx.symbolic_trace, inner, compile_meanwhile)
+        if traced is None or str(traced.graph) != alone:
+            fault("the graph is not the one that a single thread gets")
+    """,
+    "S6: is_compiling and is_exporting in other threads": """
+        backend = CountingBackend(gated=True)
+        compiling = threading.Thread(target=compile_it(lambda v: v + 1, backend=backend), args=(x,), daemon=True)
+        compiling.start()
+        assert backend.entered.wait(30)
+        if torch.compiler.is_compiling():
+            fault("is_compiling beside a compile")
+        backend.release.set()
+        compiling.join()
+        def look():
+            if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+                fault("is_compiling or is_exporting beside an export")
+        in_the_middle_of(lambda m: torch.export.export(Unlocked(m), (x,), strict=False), Stops(), look)
+    """,
+    "P1: overlapping traces": """
+        model, original = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.Module.__call__
+        want = model(x)
+        first, second = Stops(), Stops()
+        def first_inside():
+            in_the_middle_of(torch.fx.symbolic_trace, second, end_first)
+        def end_first():
+            first.go_on.set()
+            tracer_of_first[0].join(30)
+        tracer_of_first = [None]
+        def trace_first(m):
+            tracer_of_first[0] = threading.current_thread()
+            return torch.fx.symbolic_trace(m)
+        in_the_middle_of(trace_first, first, first_inside)  # the first ends while the second is inside
+        attempt("eager afterwards", lambda: model(x), want)
+        attempt("compiled afterwards", lambda: compile_it(lambda v: model(v), backend="eager")(x), want)
+        if torch.nn.Module.__call__ is not original:
+            fault("nn.Module.__call__ is not the original")
+    """,
+}
+
+EXTRA = """
+_stops = {}
+class Unlocked(torch.nn.Module):
+    '''A model that can be copied around one that cannot, as an export beside threads copies it.'''
+    def __init__(self, stops):
+        super().__init__()
+        self.linear, self.key = torch.nn.Linear(4, 4), id(stops)
+        _stops[self.key] = stops
+    def forward(self, v):
+        stops = _stops[self.key]
+        if threading.current_thread() is stops.thread:
+            stops.thread = None
+            stops.inside.set()
+            assert stops.go_on.wait(30)
+        return self.linear(v)
+"""
+
+HEALTHY_ALONE = {
+    "mixed training of models of one's own": """
+        def train(seed):
+            def run():
+                torch.manual_seed(0)
+                model = torch.nn.Sequential(torch.nn.Linear(4 + seed, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+                call = compile_it(lambda v: model(v), backend="aot_eager")
+                for rows in (2, 3, 2, 5):
+                    v = torch.ones(rows, 4 + seed)
+                    got = torch.autograd.grad(call(v).square().sum(), list(model.parameters()))
+                    want = torch.autograd.grad(model(v).square().sum(), list(model.parameters()))
+                    for one, other in zip(got, want):
+                        torch.testing.assert_close(one, other)
+            return run
+        together(*[train(seed) for seed in range(3)])
+    """,
+    "checkpoint and compile in three layouts": """
+        from torch.utils.checkpoint import checkpoint
+        class Block(torch.nn.Module):
+            def __init__(self, d):
+                super().__init__()
+                self.linear = torch.nn.Linear(d, d)
+            def forward(self, v):
+                return v + torch.tanh(self.linear(v))
+        def train(layout, d):
+            def run():
+                block = Block(d)
+                whole = lambda v: checkpoint(block, v, use_reentrant=False).square().mean()
+                if layout == 0:
+                    call = compile_it(whole, backend="aot_eager")
+                elif layout == 1:
+                    inner = compile_it(lambda v: block(v), backend="aot_eager")
+                    call = lambda v: checkpoint(inner, v, use_reentrant=False).square().mean()
+                else:
+                    call = compile_it(whole, backend="aot_eager", dynamic=True)
+                for rows in (3, 5, 3):
+                    v = torch.ones(rows, d, requires_grad=True)
+                    torch.testing.assert_close(*(torch.autograd.grad(f(v), v)[0] for f in (call, whole)))
+            return run
+        together(*[train(layout, 4 + layout) for layout in (0, 1, 2)])
+    """,
+}
+
+
+def run(body: str, how: str) -> IsolatedResult:
+    return run_isolated(f"{PRELUDE}{EXTRA}{textwrap.dedent(body)}{END}", [how], timeout=100)
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in {**PROGRAMS, **HEALTHY_ALONE}.items()])
+def test_program_is_healthy_with_the_library(body: str) -> None:
+    run(body, "library").check()
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in PROGRAMS.items()])
+def test_control_program_shows_the_fault_with_torch_alone(body: str) -> None:
+    results = []
+    for _ in range(3):  # a herd may happen to compile once
+        results.append(run(body, "alone"))
+        if results[-1].rc == 1 and " x " in results[-1].stdout:
+            return
+    raise AssertionError(f"no fault: {results}")
