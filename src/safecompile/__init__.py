@@ -7,6 +7,7 @@ from safecompile._compile import thread_safe_compile
 from safecompile._context import capture_context
 from safecompile._core.errors import (
     CheckpointRandomnessError,
+    ContextConflictError,
     LockTimeoutError,
     PatchesInUseError,
     PatchMismatchError,
@@ -19,6 +20,7 @@ from safecompile._warmup import warmup
 
 __all__ = [
     "CheckpointRandomnessError",
+    "ContextConflictError",
     "LockTimeoutError",
     "PatchMismatchError",
     "PatchesInUseError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,7 +10,15 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from safecompile._core.errors import CheckpointRandomnessError, UnsupportedCallableError
-from safecompile._patches.checkpoint import draws_random_numbers, recompute_to_the_end, tensors_in
+from safecompile._patches.random_numbers import (
+    Recording,
+    Replay,
+    Watch,
+    generator_states,
+    recompute_to_the_end,
+    same_states,
+    tensors_in,
+)
 
 __all__ = ["checkpoint"]
 
@@ -22,8 +31,10 @@ def checkpoint(function: Callable[..., _R], *args: Any, **options: Any) -> _R:
     As ``torch.utils.checkpoint.checkpoint`` with ``use_reentrant=False``, always: the reentrant kind runs the
     forward without grad, so a compiled callable inside is compiled a second time, during backward.
 
-    The recomputation must see its forward's random numbers. They come from generators that all threads of the
-    process share, so that another thread which draws in between spoils them; that is noticed and raised.
+    The recomputation sees its forward's random numbers. The generators belong to the process, and another thread
+    may draw at any time; so where there are other threads, what random operators give in the forward is kept
+    (the masks of dropout, for example) and put in again, and no generator is set back under other threads' feet. A
+    process with one thread does as torch does.
 
     Args:
         function: the region; called again in the backward.
@@ -34,7 +45,7 @@ def checkpoint(function: Callable[..., _R], *args: Any, **options: Any) -> _R:
     Raises:
         UnsupportedCallableError: ``function`` is not callable.
         ValueError: ``use_reentrant=True``.
-        CheckpointRandomnessError: in the backward, if the recomputation saw other random numbers.
+        CheckpointRandomnessError: in the backward, if the recomputation would see other random numbers.
     """
     if not callable(function):
         raise UnsupportedCallableError(f"checkpoint cannot call {type(function).__name__}: give a function or module.")
@@ -46,46 +57,58 @@ def checkpoint(function: Callable[..., _R], *args: Any, **options: Any) -> _R:
         )
     if torch.compiler.is_compiling() or not options.get("preserve_rng_state", True):
         return torch_checkpoint(function, *args, use_reentrant=False, **options)  # type: ignore[no-any-return]
-    return torch_checkpoint(_Region(function), *args, use_reentrant=False, **options)  # type: ignore[no-any-return]
+    if threading.active_count() > 1:
+        options["preserve_rng_state"] = False
+        return torch_checkpoint(_Recorded(function), *args, use_reentrant=False, **options)  # type: ignore[no-any-return]
+    return torch_checkpoint(_Compared(function), *args, use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
-class _Region:
-    """The function of one checkpoint: called once in the forward, then once in each recomputation."""
+class _Recorded:
+    """The function of one checkpoint among threads: called in the forward, then in each recomputation."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._tape: list[Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._tape is not None:
+            with Replay(self._tape):
+                return self._function(*args, **kwargs)
+        tape: list[Any] = []
+        with Recording(tape):
+            result = self._function(*args, **kwargs)
+        self._tape = tape
+        return result
+
+
+class _Compared:
+    """The function of a checkpoint in a process with one thread; others may have started by the backward."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._ran = False
-        # The generators' states after the forward, if anything was drawn while it ran.
+        # The generators' states after the forward, if it drew anything.
         self._after: list[torch.Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         devices = sorted({t.get_device() for t in tensors_in((args, kwargs)) if t.is_cuda})
         if not self._ran:
-            before = _generator_states(devices)
+            before = generator_states(devices)
             result = self._function(*args, **kwargs)
-            after = _generator_states(devices)
-            if not _equal(before, after) and recompute_to_the_end():
+            after = generator_states(devices)
+            if not same_states(before, after):
                 self._after = after
+                recompute_to_the_end()
             self._ran = True
             return result
-        result = self._function(*args, **kwargs)
-        if (
-            self._after is not None
-            and not _equal(self._after, _generator_states(devices))
-            and draws_random_numbers(self._function, args, kwargs)
-        ):
+        if self._after is None or threading.active_count() == 1:
+            return self._function(*args, **kwargs)
+        with Watch() as watch:
+            result = self._function(*args, **kwargs)
+        if watch.drew and not same_states(self._after, generator_states(devices)):
             raise CheckpointRandomnessError(
-                f"the recomputation of checkpoint({getattr(self._function, '__qualname__', self._function)}) saw other "
-                "random numbers than its forward: another thread drew from the process's generator meanwhile, and "
-                "the gradients would be wrong. Draw the numbers outside the region and pass them in, or let no "
-                "other thread draw during forward and backward."
+                f"the recomputation of checkpoint({getattr(self._function, '__qualname__', type(self._function))}) saw "
+                "other random numbers than its forward, and the gradients would be wrong: a thread that was started "
+                "after the forward drew meanwhile. Start the threads before the forward, or let them not draw."
             )
         return result
-
-
-def _generator_states(devices: list[int]) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-
-
-def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))

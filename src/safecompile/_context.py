@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
+from safecompile._core.errors import ContextConflictError
 from safecompile._patches.config import apply_config, capture_config
 
 if TYPE_CHECKING:
@@ -28,10 +29,17 @@ def capture_context() -> ThreadContext:
     configuration. Each of these belongs to a thread (the configuration from torch 2.12 on; the default dtype
     is the process's own) and changes results, or makes a worker compile a variant of its own.
 
-    Use the result in a worker as ``with context:``, as ``context.run(function, *args)``, or as
+    Because the default dtype is the process's, entering is refused while another thread is inside a context with
+    another one. Use the result in a worker as ``with context:``, as ``context.run(function, *args)``, or as
     ``ThreadPoolExecutor(initializer=context.apply)``.
     """
     return ThreadContext()
+
+
+_applied = threading.local()
+_dtype_guard = threading.Lock()
+# Guarded by _dtype_guard: the threads inside a context, with the nesting of each.
+_dtype_users: dict[int, int] = {}
 
 
 class ThreadContext:
@@ -69,8 +77,9 @@ class ThreadContext:
         """Set the captured settings on the calling thread for good: an ``initializer`` for thread pools."""
         undo = ExitStack()
         self._set(undo)
-        # Kept for as long as the thread lives: inference mode ends when its object is collected.
-        self._stack().append(undo)
+        # Kept for as long as the thread lives, and by the thread: inference mode ends, for the thread that does it,
+        # when its object is collected.
+        _applied.undo = undo
 
     def _stack(self) -> list[ExitStack]:
         stack: list[ExitStack] | None = getattr(self._entered, "stack", None)
@@ -85,9 +94,7 @@ class ThreadContext:
         if torch.get_num_threads() != self._threads:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(self._threads)
-        if torch.get_default_dtype() != self._default_dtype:
-            undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self._default_dtype)
+        undo.enter_context(_default_dtype(self._default_dtype))
         if torch.get_default_device() != self._default_device:
             undo.enter_context(self._default_device)
         if self._stream is not None:
@@ -97,7 +104,7 @@ class ThreadContext:
         if torch.is_inference_mode_enabled() != self._inference:
             undo.enter_context(torch.inference_mode(self._inference))
         for device, (enabled, dtype) in self._autocast.items():
-            if _autocast(device) != (enabled, dtype):
+            if (*_autocast(device), torch.is_autocast_cache_enabled()) != (enabled, dtype, self._autocast_cache):
                 undo.enter_context(torch.autocast(device, dtype, enabled, self._autocast_cache))
         # Last, for inference mode sets it as well.
         if torch.is_grad_enabled() != self._grad:
@@ -116,3 +123,28 @@ def _accelerator_in_use() -> bool:
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set the default dtype, which is the process's own: refused while another thread is inside another one."""
+    me = threading.get_ident()
+    with _dtype_guard:
+        before = torch.get_default_dtype()
+        if before != dtype:
+            if set(_dtype_users) - {me}:
+                raise ContextConflictError(
+                    f"cannot enter a context with the default dtype {dtype}: it belongs to the whole process, and another "
+                    f"thread is inside a context with {before}. Let both use one default dtype, and give others explicitly."
+                )
+            torch.set_default_dtype(dtype)
+        _dtype_users[me] = _dtype_users.get(me, 0) + 1
+    try:
+        yield
+    finally:
+        with _dtype_guard:
+            _dtype_users[me] -= 1
+            if not _dtype_users[me]:
+                del _dtype_users[me]
+            if before != dtype and not set(_dtype_users) - {me}:
+                torch.set_default_dtype(before)

@@ -12,7 +12,7 @@ import torch
 
 from safecompile._core.errors import UnsupportedCallableError
 from safecompile._patches import gate
-from safecompile._patches.checkpoint import tensors_in
+from safecompile._patches.random_numbers import tensors_in
 
 __all__ = ["WarmupReport", "warmup"]
 
@@ -63,30 +63,34 @@ def warmup(
     compiled, start = gate.compiled_by(me), time.perf_counter()
     outputs = fn(*inputs, **(kwargs or {}))
     if backward:
-        _run_backward(outputs)
+        _run_backward(outputs, tensors_in((inputs, dict(kwargs or {}))))
     return WarmupReport(threading.current_thread().name, gate.compiled_by(me) - compiled, time.perf_counter() - start)
 
 
-def _run_backward(outputs: Any) -> None:
-    tensors = [t for t in tensors_in(outputs) if t.requires_grad]
+def _run_backward(outputs: Any, inputs: list[torch.Tensor]) -> None:
+    tensors = [t for t in tensors_in(outputs) if t.grad_fn is not None]
     if not tensors:
         raise ValueError(
             "warmup(backward=True): no output needs a gradient; call it with grad mode on and with inputs or "
             "parameters that require gradients, or leave backward out."
         )
-    leaves = _leaves([t.grad_fn for t in tensors])
-    torch.autograd.grad(tensors, leaves, [torch.ones_like(t) for t in tensors], allow_unused=True)
+    sources = _sources([t.grad_fn for t in tensors], [t for t in inputs if t.grad_fn is not None])
+    torch.autograd.grad(tensors, sources, [torch.ones_like(t) for t in tensors], allow_unused=True)
 
 
-def _leaves(nodes: list[Any]) -> list[torch.Tensor]:
-    """Return the leaf tensors that the graph of ``nodes`` accumulates gradients into."""
-    leaves, seen = [], set()
+def _sources(nodes: list[Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors from which the graph of ``nodes`` starts: leaves, and inputs with a graph of their own."""
+    own = {t.grad_fn: t for t in inputs}
+    sources, seen = [], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        nodes += [following for following, _ in node.next_functions]
-    return leaves
+        if node in own:
+            sources.append(own[node])
+        elif type(node).__name__ == "AccumulateGrad":
+            sources.append(node.variable)
+        else:
+            nodes += [following for following, _ in node.next_functions]
+    return sources

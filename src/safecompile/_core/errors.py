@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointRandomnessError",
+    "ContextConflictError",
     "LockTimeoutError",
     "PatchMismatchError",
     "PatchesInUseError",
@@ -34,3 +35,7 @@ class PatchesInUseError(SafeCompileError, RuntimeError):
 
 class CheckpointRandomnessError(SafeCompileError, RuntimeError):
     """A checkpoint's recomputation saw other random numbers than its forward."""
+
+
+class ContextConflictError(SafeCompileError, RuntimeError):
+    """Two threads need different values of a setting that belongs to the whole process."""

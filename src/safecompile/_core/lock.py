@@ -104,7 +104,7 @@ class FXTraceLock:
             LockTimeoutError: no timeout was given and the limit passed; names the holder, with its stack.
             ValueError: the timeout is negative.
         """
-        if timeout is not None and timeout < 0:
+        if timeout is not None and not timeout >= 0:  # not a number is refused as well
             raise ValueError(f"timeout must be None or at least 0 seconds, not {timeout}")
         me = threading.get_ident()
         hold = self._hold
@@ -135,12 +135,13 @@ class FXTraceLock:
         hold = self._hold
         if hold is None or hold.ident != threading.get_ident():
             raise RuntimeError("cannot release the FX-trace lock: the calling thread does not hold it")
+        raw = self._source()
         hold.depth -= 1
         if hold.depth == 0:
             try:
                 self._hold = None
             finally:
-                self._source().release()
+                raw.release()
 
     def __enter__(self) -> FXTraceLock:  # noqa: PYI034  Self is newer than Python 3.10
         self.acquire()
@@ -201,12 +202,12 @@ class FXTraceLock:
     def _wait(self, raw: RawLock, timeout: float | None) -> bool:
         me, name, start = threading.get_ident(), threading.current_thread().name, time.monotonic()
         deadline = start + (self.limit if timeout is None else timeout)
-        pause = self.warn_after
+        pause = max(self.warn_after, 0.1)
         self._waiting[me] = (name, start)
         try:
             while True:
                 now = time.monotonic()
-                if raw.acquire(timeout=max(0.0, min(deadline - now, start + pause - now))):
+                if raw.acquire(timeout=max(0.0, min(deadline - now, start + pause - now, threading.TIMEOUT_MAX))):
                     # Counted by the new owner, so that no count is lost to a race.
                     self._contended += 1
                     self._waited += time.monotonic() - start

@@ -1,0 +1,181 @@
+"""Random numbers of a checkpointed region: recorded in its forward, and put in again in its recomputation.
+
+The generators are the process's own. Whatever is saved and restored of them, another thread may draw in
+between; so what is kept is what the random operators gave.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils import _pytree as pytree  # the public torch.utils.pytree is newer than torch 2.6
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from safecompile._core.errors import CheckpointRandomnessError
+
+__all__ = ["Recording", "Replay", "Watch", "generator_states", "recompute_to_the_end", "same_states", "tensors_in"]
+
+_OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor", "inductor_prims", "_c10d_functional"})
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator of a region. Compiled callables inside are compiled and run as without it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            return self.random(func, args, kwargs or {})
+        if getattr(func, "namespace", "aten") not in _OWN_NAMESPACES:
+            return self.unknown(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def random(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that draws."""
+        raise NotImplementedError
+
+    def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a custom operator, which may draw inside."""
+        raise NotImplementedError
+
+
+_Tape = list[tuple[Any, Any]]
+_NOTHING: tuple[Any, Any] = ("nothing", None)
+
+
+class Recording(_Mode):  # type: ignore[no-untyped-call]
+    """Records what the region's random operators give."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def random(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        self._record(func, args, kwargs, result)
+        return result
+
+    def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
+        devices = _devices((args, kwargs))
+        before = generator_states(devices)
+        result = func(*args, **kwargs)
+        if same_states(before, generator_states(devices)):
+            self._tape.append((func, None))
+        else:
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        written = _written(func, args, kwargs)
+        # A result that is one of the arguments written to is stood for by its place among them.
+        places = {id(tensor): place for place, tensor in enumerate(written)}
+        kept = pytree.tree_map(lambda leaf: _Place(places[id(leaf)]) if id(leaf) in places else _kept(leaf), result)
+        self._tape.append((func, ([tensor.clone() for tensor in written], kept)))
+
+
+class Replay(_Mode):  # type: ignore[no-untyped-call]
+    """Gives the recorded numbers in the place of new ones."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self._tape = iter(tape)
+
+    def random(self, func: Any, args: Any, kwargs: Any) -> Any:
+        recorded, numbers = next(self._tape, _NOTHING)
+        if recorded is not func:
+            raise CheckpointRandomnessError(
+                f"the recomputation of a checkpoint draws with {func}, where its forward drew with {recorded}: the "
+                "region must do the same in both; let it not depend on what has changed in between."
+            )
+        if numbers is None:
+            return func(*args, **kwargs)
+        before, kept = numbers
+        written = _written(func, args, kwargs)
+        for tensor, value in zip(written, before, strict=True):
+            tensor.copy_(value)
+        return pytree.tree_map(lambda leaf: written[leaf.index] if isinstance(leaf, _Place) else _kept(leaf), kept)
+
+    unknown = random
+
+
+class Watch(_Mode):  # type: ignore[no-untyped-call]
+    """Notices whether anything draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def random(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.drew = True
+        return func(*args, **kwargs)
+
+    unknown = random
+
+
+class _Place:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the arguments that the operator writes to."""
+    arguments = func._schema.arguments
+    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    names = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    return tensors_in([named[name] for name in names if name in named])
+
+
+def _devices(tree: Any) -> list[int]:
+    return sorted({tensor.get_device() for tensor in tensors_in(tree) if tensor.is_cuda})
+
+
+def generator_states(devices: list[int]) -> list[torch.Tensor]:
+    """Return the states of the CPU's and the CUDA devices' default generators."""
+    with _disable_current_modes():
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+def same_states(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    with _disable_current_modes():
+        return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def recompute_to_the_end() -> None:
+    """Switch early stopping off for the checkpoint whose forward runs now.
+
+    A recomputation that stops once it has every saved tensor draws fewer random numbers than its forward,
+    and the two could not be compared.
+    """
+    code = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    generator: Any = frame and frame.f_locals.get("gen")
+    region = generator and generator.gi_frame and generator.gi_frame.f_locals.get("new_frame")
+    if region is not None:
+        region.early_stop = False
