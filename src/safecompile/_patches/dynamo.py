@@ -135,10 +135,14 @@ class SingleFlight(PatchPoint):
 
     def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
+        from torch._C._autograd import _top_saved_tensors_default_hooks
         from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
         from torch._dynamo.eval_frame import innermost_backend
 
         if getattr(converter, "_one_graph", False) or not self._gate.finished_elsewhere(frame.f_code):
+            return False
+        if _top_saved_tensors_default_hooks(True) is not None:
+            # In a checkpoint the frame must save the same tensors as in the recomputation, which is compiled.
             return False
         backend = innermost_backend(converter)
         return any(
