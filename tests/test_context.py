@@ -15,13 +15,9 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 
-from safecompile import capture_context, thread_safe_compile
+from safecompile import ContextConflictError, capture_context, thread_safe_compile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.threads import run_threads, switch_interval
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"  # Inductor's imports
-)
+from tests.helpers.threads import gather_threads, run_threads, switch_interval
 
 SECONDS = 30.0
 THREAD_OWN_CONFIG = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
@@ -161,12 +157,17 @@ def test_a_value_assigned_on_the_main_thread_reaches_the_worker() -> None:
         torch._dynamo.config.recompile_limit = before
 
 
-def test_the_default_dtype_is_carried_and_put_back() -> None:
-    torch.set_default_dtype(torch.float64)
+def context_with_default_dtype(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
-        context = capture_context()
+        return capture_context()
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
+
+
+def test_the_default_dtype_is_carried_and_put_back() -> None:
+    context = context_with_default_dtype(torch.float64)
     assert in_worker(lambda: context.run(lambda: torch.ones(1).dtype)) == torch.float64
     assert torch.get_default_dtype() == torch.float32
 
@@ -207,13 +208,12 @@ def test_the_number_of_intra_op_threads_is_carried_and_put_back() -> None:
     assert seen == (3, 2, 3)
 
 
-@pytest.mark.xfail(strict=True, reason="putting a worker's number back sets it for threads that start later as well")
-def test_putting_the_number_of_intra_op_threads_back_changes_nothing_for_new_threads() -> None:
+def test_the_number_put_back_last_is_that_of_threads_started_later() -> None:
+    # torch's own way: whichever thread sets the number sets it for itself and for all threads that start later.
     _, of_new_thread = carry_a_number_of_intra_op_threads()
-    assert of_new_thread == 2
+    assert of_new_thread == 3
 
 
-@pytest.mark.xfail(strict=True, reason="autocast is left alone if only its cache differs")
 def test_the_autocast_cache_is_carried_to_a_worker_that_autocasts_alike() -> None:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         context = capture_context()
@@ -249,6 +249,22 @@ def test_a_pool_can_apply_it_in_each_of_its_threads(setting: Setting) -> None:
         assert list(pool.map(work, range(3))) == [mine] * 3
     after = in_worker(settings_in_force)
     assert after == settings_in_force()
+
+
+def test_a_thread_may_apply_one_after_another(setting: Setting) -> None:
+    with setting():
+        context, mine = capture_context(), settings_in_force()
+    other = capture_context()
+
+    def work() -> None:
+        for _ in range(2):
+            other.apply()
+            context.apply()
+            gc.collect()
+            assert settings_in_force() == mine
+
+    in_worker(work)
+    assert in_worker(settings_in_force) == settings_in_force()
 
 
 def test_blocks_may_be_nested_in_each_other_and_in_themselves() -> None:
@@ -320,46 +336,93 @@ def test_threads_may_use_different_contexts_at_the_same_time() -> None:
     run_threads(work, len(contexts))
 
 
-def overlapping_default_dtypes() -> tuple[torch.dtype, torch.dtype]:
-    """Enter two contexts on two threads, leave the first first; return what the second saw then, and what is left."""
-    contexts: list[Any] = []
-    for dtype in (torch.float64, torch.float16):
-        torch.set_default_dtype(dtype)
-        contexts.append(capture_context())
-    torch.set_default_dtype(torch.float32)
+def enter_beside(first: Any, second: Any) -> tuple[torch.dtype | BaseException | None, torch.dtype]:
+    """Enter a context on one thread, and another one on a second thread meanwhile.
+
+    Returns:
+        The default dtype that the second thread saw after the first had left its block, or what it raised; and the
+        default dtype in the first thread's block after the second had entered its own, or failed to.
+    """
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
 
-    def first() -> None:
-        with contexts[0]:
+    def work() -> torch.dtype:
+        with first:
             first_in.set()
             assert second_in.wait(SECONDS)
+            seen = torch.get_default_dtype()
         first_out.set()
+        return seen
 
-    def second() -> torch.dtype:
+    def enter() -> torch.dtype:
         assert first_in.wait(SECONDS)
-        with contexts[1]:
+        try:
+            with second:
+                second_in.set()
+                assert first_out.wait(SECONDS)
+                return torch.get_default_dtype()
+        finally:
             second_in.set()
-            assert first_out.wait(SECONDS)
-            return torch.get_default_dtype()
 
-    try:
-        seen = run_threads([first, second])[1]
-        assert seen is not None
-        return seen, torch.get_default_dtype()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    seen, entered = gather_threads([work, enter])
+    assert isinstance(seen, torch.dtype), seen
+    return entered, seen
 
 
-@pytest.mark.xfail(strict=True, reason="the default dtype is the process's, and each block changes it for all threads")
-def test_another_threads_block_does_not_change_the_default_dtype_of_this_one() -> None:
-    seen, _ = overlapping_default_dtypes()
-    assert seen == torch.float16
+def test_another_default_dtype_is_refused_while_a_thread_is_inside_a_context() -> None:
+    before = settings_in_force()
+    with torch.no_grad():
+        of_this = context_with_default_dtype(torch.float64)
+    error, seen = enter_beside(of_this, context_with_default_dtype(torch.float16))
+    assert isinstance(error, ContextConflictError)
+    first_line = str(error).splitlines()[0]
+    assert "torch.float16" in first_line and "torch.float64" in first_line
+    assert seen == torch.float64
+    assert settings_in_force() == before
 
 
-@pytest.mark.xfail(strict=True, reason="blocks that overlap put back each other's default dtype")
-def test_blocks_that_overlap_leave_the_default_dtype_as_it_was() -> None:
-    _, left = overlapping_default_dtypes()
-    assert left == torch.float32
+def test_a_refused_worker_keeps_its_own_settings() -> None:
+    with all_at_once():
+        context = context_with_default_dtype(torch.float16)
+
+    def work() -> None:
+        before = settings_in_force()
+        with pytest.raises(ContextConflictError), context:
+            pass
+        with pytest.raises(ContextConflictError):
+            context.apply()
+        assert settings_in_force() == before
+
+    with context_with_default_dtype(torch.float64):
+        in_worker(work)
+    in_worker(lambda: context.run(lambda: None))  # and is let in afterwards
+
+
+def test_a_context_without_a_default_dtype_of_its_own_is_in_conflict_too() -> None:
+    error, seen = enter_beside(context_with_default_dtype(torch.float64), capture_context())
+    assert isinstance(error, ContextConflictError) and seen == torch.float64
+
+
+def test_blocks_with_one_default_dtype_may_overlap_and_the_last_one_out_puts_it_back() -> None:
+    dtype, seen = enter_beside(context_with_default_dtype(torch.float64), context_with_default_dtype(torch.float64))
+    assert dtype == seen == torch.float64
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_default_dtypes_may_be_nested_in_one_thread() -> None:
+    double, half = context_with_default_dtype(torch.float64), context_with_default_dtype(torch.float16)
+
+    def work() -> list[torch.dtype]:
+        seen = []
+        with double:
+            with half, half:
+                seen.append(torch.get_default_dtype())
+                seen.append(double.run(torch.get_default_dtype))
+                seen.append(torch.get_default_dtype())
+            seen.append(torch.get_default_dtype())
+        return [*seen, torch.get_default_dtype()]
+
+    float16, float32, float64 = torch.float16, torch.float32, torch.float64
+    assert in_worker(work) == [float16, float64, float16, float64, float32]
 
 
 def applied_then_dropped() -> tuple[bool, bool]:
@@ -391,7 +454,6 @@ def test_applied_settings_last_though_the_context_is_dropped() -> None:
     assert inference is True
 
 
-@pytest.mark.xfail(strict=True, reason="the applied inference mode is ended in the thread that drops the context")
 def test_dropping_a_context_that_a_worker_applied_changes_nothing_in_this_thread() -> None:
     _, grad = applied_then_dropped()
     assert grad is False

@@ -111,8 +111,6 @@ def test_keyword_arguments_alone_are_enough() -> None:
     assert warmup(f, (), kwargs={"x": torch.ones(4)}).graphs == 1
 
 
-# Dynamo hides this warning of its own look at an input that is no leaf, but not where warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_function_that_calls_several_guarded_callables() -> None:
     backend = AotCountingBackend()
     f = thread_safe_compile(sin_exp, backend=backend)
@@ -259,20 +257,46 @@ def test_an_error_of_the_function_reaches_the_caller_and_the_next_warm_up_works(
 # ---------------------------------------------------------------------------------------------------------- limits
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.xfail(strict=True, reason="the backward goes on through the graph that the input came from, and frees it")
 def test_an_input_with_a_graph_of_its_own_can_still_be_used() -> None:
-    f = thread_safe_compile(sin_exp, backend="aot_eager")
+    backend = AotCountingBackend()
+    f = thread_safe_compile(sin_exp, backend=backend)
     x = ones()
     h = x.exp()
     warmup(f, (h,), backward=True)
+    assert x.grad is None and backend.backward.count == 1
     f(h).sum().backward()
+    assert x.grad is not None
+    assert (backend.forward.count, backend.backward.count) == (1, 1)
+
+
+def test_inputs_with_one_graph_behind_them_can_still_be_used() -> None:
+    f = thread_safe_compile(lambda a, b: (a * b).exp(), backend="aot_eager")
+    x = ones(2, 4)
+    halves = x.exp().unbind()
+    warmup(f, halves, backward=True)
+    f(*halves).sum().backward()
     assert x.grad is not None
 
 
-@pytest.mark.xfail(strict=True, reason="torch says that its `inputs` are empty, and nothing of the warm-up")
-def test_an_output_that_is_a_leaf_is_no_error() -> None:
-    warmup(lambda x: x, (ones(),), backward=True)
+def test_a_keyword_with_a_graph_of_its_own_can_still_be_used() -> None:
+    f = thread_safe_compile(lambda a, *, b: (a * b["x"]).exp(), backend="aot_eager")
+    x = ones()
+    b = {"x": x.exp()}
+    warmup(f, (ones(),), kwargs={"b": b}, backward=True)
+    f(ones(), b=b).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("leaf", ["the input", "a parameter", "one made inside"])
+def test_outputs_that_are_leaves_have_no_backward_to_compile(leaf: str) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    functions: dict[str, Callable[[Tensor], Any]] = {
+        "the input": lambda x: {"y": x},
+        "a parameter": lambda x: parameter,
+        "one made inside": lambda x: [ones()],
+    }
+    with pytest.raises(ValueError, match="no output needs a gradient"):
+        warmup(functions[leaf], (ones(),), backward=True)
 
 
 class Doubled(torch.autograd.Function):
@@ -286,6 +310,5 @@ class Doubled(torch.autograd.Function):
         return grads[0] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="every node with an attribute `variable` is taken for a leaf")
 def test_an_autograd_function_may_keep_what_it_likes_in_its_context() -> None:
     warmup(Doubled.apply, (ones(),), backward=True)

@@ -75,8 +75,10 @@ class _Recorded:
             with Replay(self._tape):
                 return self._function(*args, **kwargs)
         tape: list[Any] = []
-        with Recording(tape):
+        with Recording(tape) as recording:
             result = self._function(*args, **kwargs)
+        if recording.to_the_end:
+            recompute_to_the_end()
         self._tape = tape
         return result
 

@@ -36,10 +36,50 @@ def capture_context() -> ThreadContext:
     return ThreadContext()
 
 
+class _DefaultDtype:
+    """The default dtype, which is the process's own, and the threads inside contexts."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        # Guarded by _guard: the dtypes of the blocks each thread is in, and the dtype outside of all blocks.
+        self._blocks: dict[int, list[torch.dtype]] = {}
+        self._outside = torch.float32
+
+    @contextmanager
+    def set(self, dtype: torch.dtype) -> Iterator[None]:
+        """Set it, unless another thread is inside another one."""
+        me = threading.get_ident()
+        with self._guard:
+            # All of a thread's blocks count: from the inner ones it goes back to the outer ones.
+            others = {other for thread, dtypes in self._blocks.items() if thread != me for other in dtypes} - {dtype}
+            if others:
+                raise ContextConflictError(
+                    f"cannot enter a context with the default dtype {dtype}: it belongs to the whole process, and "
+                    f"another thread is inside a context with {others.pop()}. Let both use one default dtype, and "
+                    "give others explicitly."
+                )
+            if not self._blocks:
+                self._outside = torch.get_default_dtype()
+            self._blocks.setdefault(me, []).append(dtype)
+            self._put(dtype)
+        try:
+            yield
+        finally:
+            with self._guard:
+                mine = self._blocks[me]
+                mine.pop()
+                if not mine:
+                    del self._blocks[me]
+                if mine or not self._blocks:
+                    self._put(mine[-1] if mine else self._outside)
+
+    def _put(self, dtype: torch.dtype) -> None:
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+
+
 _applied = threading.local()
-_dtype_guard = threading.Lock()
-# Guarded by _dtype_guard: the threads inside a context, with the nesting of each.
-_dtype_users: dict[int, int] = {}
+_default_dtype = _DefaultDtype()
 
 
 class ThreadContext:
@@ -75,11 +115,11 @@ class ThreadContext:
 
     def apply(self) -> None:
         """Set the captured settings on the calling thread for good: an ``initializer`` for thread pools."""
-        undo = ExitStack()
-        self._set(undo)
-        # Kept for as long as the thread lives, and by the thread: inference mode ends, for the thread that does it,
-        # when its object is collected.
-        _applied.undo = undo
+        with ExitStack() as undo:
+            self._set(undo)
+            # Kept for as long as the thread lives, and by the thread: inference mode ends, for the thread that does
+            # it, when its object is collected.
+            _applied.undo = [*getattr(_applied, "undo", []), undo.pop_all()]
 
     def _stack(self) -> list[ExitStack]:
         stack: list[ExitStack] | None = getattr(self._entered, "stack", None)
@@ -94,7 +134,7 @@ class ThreadContext:
         if torch.get_num_threads() != self._threads:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(self._threads)
-        undo.enter_context(_default_dtype(self._default_dtype))
+        undo.enter_context(_default_dtype.set(self._default_dtype))
         if torch.get_default_device() != self._default_device:
             undo.enter_context(self._default_device)
         if self._stream is not None:
@@ -123,28 +163,3 @@ def _accelerator_in_use() -> bool:
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the default dtype, which is the process's own: refused while another thread is inside another one."""
-    me = threading.get_ident()
-    with _dtype_guard:
-        before = torch.get_default_dtype()
-        if before != dtype:
-            if set(_dtype_users) - {me}:
-                raise ContextConflictError(
-                    f"cannot enter a context with the default dtype {dtype}: it belongs to the whole process, and another "
-                    f"thread is inside a context with {before}. Let both use one default dtype, and give others explicitly."
-                )
-            torch.set_default_dtype(dtype)
-        _dtype_users[me] = _dtype_users.get(me, 0) + 1
-    try:
-        yield
-    finally:
-        with _dtype_guard:
-            _dtype_users[me] -= 1
-            if not _dtype_users[me]:
-                del _dtype_users[me]
-            if before != dtype and not set(_dtype_users) - {me}:
-                torch.set_default_dtype(before)

@@ -191,20 +191,14 @@ def test_a_negative_timeout_is_refused(timeout: float) -> None:
     assert not held(raw)
 
 
-@pytest.mark.xfail(strict=True, reason="a timeout that is no number is waited for without a limit, in a busy loop")
 @pytest.mark.hang_timeout(60)
 def test_a_timeout_that_is_no_number_is_refused() -> None:
     lock, _ = make()
-    with holder(lock) as go:
-
-        def let_go() -> None:
-            wait_until(lambda: lock.statistics().waiters)
-            go.set()
-
-        threading.Thread(target=let_go, daemon=True).start()
-        with pytest.raises(ValueError, match="nan"):
-            lock.acquire(timeout=math.nan)
-        lock.release()
+    with pytest.raises(ValueError, match="nan"):
+        lock.acquire(timeout=math.nan)
+    assert not lock.statistics().locked
+    with holder(lock), pytest.raises(ValueError, match="nan"):  # waiting for it would never end
+        lock.acquire(timeout=math.nan)
 
 
 def test_another_thread_cannot_give_it_back() -> None:
@@ -375,7 +369,7 @@ def test_the_lock_is_always_the_one_that_its_source_returns() -> None:
 
 
 def test_waiting_for_the_raw_lock_says_that_its_holder_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
-    lock, raw = make(warn_after=0.01, limit=0.05)
+    lock, raw = make(warn_after=0.1, limit=0.15)
     with holder(raw), pytest.raises(safecompile.LockTimeoutError, match="torch's own lock object"):
         lock.acquire()
     assert "torch's own lock object" in caplog.records[0].getMessage()
@@ -566,7 +560,10 @@ def test_an_interrupt_at_any_point_of_a_nested_taking_keeps_the_outer_one() -> N
     assert point > 2
 
 
-@pytest.mark.xfail(strict=True, reason="interrupted once the raw lock is taken again, that taking is not undone")
+@pytest.mark.xfail(
+    strict=True,
+    reason="whether the raw lock was taken once more when the interrupt came cannot be told: it has no count",
+)
 def test_an_interrupt_at_any_point_of_taking_it_over_the_raw_lock_keeps_that() -> None:
     point = 1
     while True:
@@ -582,7 +579,6 @@ def test_an_interrupt_at_any_point_of_taking_it_over_the_raw_lock_keeps_that() -
     assert point > 2
 
 
-@pytest.mark.xfail(strict=True, reason="interrupted where it asks for the raw lock, it is held by nobody for good")
 def test_an_interrupt_at_any_point_of_giving_it_back_leaves_it_free_or_still_owned() -> None:
     point = 1
     while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ from safecompile._core.errors import CheckpointRandomnessError
 
 __all__ = ["Recording", "Replay", "Watch", "generator_states", "recompute_to_the_end", "same_states", "tensors_in"]
 
-_OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor", "inductor_prims", "_c10d_functional"})
+_OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "inductor_prims", "_c10d_functional"})
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -45,18 +46,21 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            return self.random(func, args, kwargs or {})
-        if getattr(func, "namespace", "aten") not in _OWN_NAMESPACES:
-            return self.unknown(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            # Attention without dropout draws nothing, and its result is large.
+            draws = _named(func, args, kwargs).get("dropout_p") != 0
+            return self.random(func, args, kwargs) if draws else func(*args, **kwargs)
+        if func.namespace not in _OWN_NAMESPACES:
+            return self.unknown(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def random(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that draws."""
         raise NotImplementedError
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a custom operator, which may draw inside."""
+        """Run an operator that may draw inside: a custom one, or one that calls functions."""
         raise NotImplementedError
 
 
@@ -70,6 +74,8 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
         self._tape = tape
+        # An operator has filled one of its arguments, which autograd saves before (the noise of rrelu).
+        self.to_the_end = False
 
     def random(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -90,8 +96,10 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
         written = _written(func, args, kwargs)
         # A result that is one of the arguments written to is stood for by its place among them.
         places = {id(tensor): place for place, tensor in enumerate(written)}
-        kept = pytree.tree_map(lambda leaf: _Place(places[id(leaf)]) if id(leaf) in places else _kept(leaf), result)
-        self._tape.append((func, ([tensor.clone() for tensor in written], kept)))
+        with _unseen():
+            kept = pytree.tree_map(lambda leaf: _Place(places[id(leaf)]) if id(leaf) in places else _kept(leaf), result)
+            self._tape.append((func, ([tensor.clone() for tensor in written], kept)))
+        self.to_the_end |= len(written) > sum(isinstance(leaf, _Place) for leaf in pytree.tree_leaves(kept))
 
 
 class Replay(_Mode):  # type: ignore[no-untyped-call]
@@ -112,9 +120,12 @@ class Replay(_Mode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         before, kept = numbers
         written = _written(func, args, kwargs)
-        for tensor, value in zip(written, before, strict=True):
-            tensor.copy_(value)
-        return pytree.tree_map(lambda leaf: written[leaf.index] if isinstance(leaf, _Place) else _kept(leaf), kept)
+        with _unseen():
+            for tensor, value in zip(written, before, strict=True):
+                if tensor.numel() == 0:  # as operators do with an empty `out`
+                    tensor.resize_(value.shape)
+                tensor.copy_(value)
+            return pytree.tree_map(lambda leaf: written[leaf.index] if isinstance(leaf, _Place) else _kept(leaf), kept)
 
     unknown = random
 
@@ -142,12 +153,26 @@ def _kept(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
+def _unseen() -> AbstractContextManager[Any]:
+    """Hide the copies made here from the other modes: selective checkpointing would count them. A trace needs them."""
+    tracing = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return nullcontext() if tracing else _disable_current_modes()
+
+
+def _arguments(func: Any) -> list[Any]:
+    return func._schema.arguments if isinstance(func, torch._ops.OpOverload) else []
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    named = {argument.name: argument.default_value for argument in _arguments(func)}
+    given = zip(_arguments(func), args, strict=False)
+    return named | {argument.name: value for argument, value in given} | kwargs
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the arguments that the operator writes to."""
-    arguments = func._schema.arguments
-    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    names = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
-    return tensors_in([named[name] for name in names if name in named])
+    named = _named(func, args, kwargs)
+    return tensors_in([named[a.name] for a in _arguments(func) if a.alias_info and a.alias_info.is_write])
 
 
 def _devices(tree: Any) -> list[int]:
