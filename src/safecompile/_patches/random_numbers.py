@@ -164,9 +164,10 @@ def _arguments(func: Any) -> list[Any]:
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    named = {argument.name: argument.default_value for argument in _arguments(func)}
-    given = zip(_arguments(func), args, strict=False)
-    return named | {argument.name: value for argument, value in given} | kwargs
+    named: dict[str, Any] = {argument.name: argument.default_value for argument in _arguments(func)}
+    named.update((argument.name, value) for argument, value in zip(_arguments(func), args, strict=False))
+    named.update(kwargs)
+    return named
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
