@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from types import CodeType, MethodType
 from typing import Any, ParamSpec, TypeVar, cast, overload
@@ -80,24 +81,21 @@ def _thread_safe_compile(fn: Any, *, options: dict[str, Any]) -> Any:
 
 def _guard(function: Callable[_P, _R], options: dict[str, Any]) -> Callable[_P, _R]:
     function = getattr(function, "__safecompile_original__", function)
-    compiled = _torch_compile(function, **options)
+    compiled = torch.compile(function, **options)
     if compiled is function:  # disable=True
         return function
 
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        tries = 0
         while True:
             # Noted before Dynamo looks in its cache; the gate reads it from this frame, so that a warm call
             # writes nothing that another thread sees and takes no lock.
             seen = gate.epoch or patches.install()  # noqa: F841
             try:
                 return compiled(*args, **kwargs)  # type: ignore[no-any-return]
-            except LookAgain:  # nothing of the function has run; another thread has compiled it
-                tries += 1
+            except LookAgain:  # nothing of the function has run; another thread has just compiled it
+                continue
 
     mark_as_compiled(guarded, compiled)
-    named = function if hasattr(function, "__name__") else type(function)  # a callable object
-    functools.update_wrapper(guarded, named, updated=())
     guarded.__wrapped__ = function  # type: ignore[attr-defined]
     guarded.__safecompile_original__ = function  # type: ignore[attr-defined]
     return guarded
@@ -108,9 +106,6 @@ _GUARDED_CODE = next(
     for constant in _guard.__code__.co_consts
     if isinstance(constant, CodeType) and constant.co_name == "guarded"
 )
-
-# Bound now: somebody may put thread_safe_compile in the place of torch.compile.
-_torch_compile = torch.compile
 
 patches = Patches(_GUARDED_CODE)
 
@@ -124,12 +119,12 @@ def _guarded_class(cls: type[torch.nn.Module], options: dict[str, Any]) -> type[
     A subclass and not an attribute of the instance: what copies an instance's ``__dict__`` (``copy``,
     ``deepcopy``, ``DataParallel``) would copy a bound method, and the copy would run the original's weights.
     """
-    cls = vars(cls).get("__safecompile_original__", cls)
+    cls = getattr(cls, "__safecompile_original__", cls)
     known = _guarded_classes.setdefault(cls, [])
     for same, subclass in known:
         if same == options:
             return subclass
-    body: dict[str, Any] = {
+    body = {
         "forward": _guard(cls.forward, options),
         "__reduce_ex__": _reduce,
         "__module__": cls.__module__,
@@ -138,11 +133,9 @@ def _guarded_class(cls: type[torch.nn.Module], options: dict[str, Any]) -> type[
         "__safecompile_original__": cls,
         "__safecompile_options__": options,
     }
-    if getattr(cls, "cls_to_become", None):  # what a lazy module turns into when it has seen its first input
-        body["cls_to_become"] = _guarded_class(cls.cls_to_become, options)
-    # The base class is put in afterwards: one that registers its subclasses must not see this one.
-    subclass = cast("type[torch.nn.Module]", type(cls)(cls.__name__, (torch.nn.Module,), body))
-    subclass.__bases__ = (cls,)
+    subclass = cast(
+        "type[torch.nn.Module]", types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    )
     known.append((options, subclass))
     return subclass
 
@@ -173,24 +166,21 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def _check_callable(fn: Any) -> None:
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-    runs = getattr(fn, "forward", None) if isinstance(fn, torch.nn.Module) else fn
-    if not isinstance(runs, (type, types.FunctionType, MethodType, functools.partial)):
-        runs = getattr(type(runs), "__call__", runs)  # noqa: B004  the code that a callable object runs
     if isinstance(fn, torch.jit.ScriptModule):
         problem = "is a scripted module; compile the module it was scripted from"
     elif hasattr(fn, "_orig_mod"):
         problem = "is a module that torch.compile has compiled; give the module that it was made from"
     elif isinstance(fn, torch.nn.Module):
-        problem = ""
-        if type(fn).forward is torch.nn.Module.forward and "forward" not in vars(fn):
-            problem = "has no forward; give it one, or compile its submodules"
+        if type(fn).forward is not torch.nn.Module.forward or "forward" in vars(fn):
+            return
+        problem = "has no forward; give it one, or compile its submodules"
     elif isinstance(fn, type):
         problem = "is a class; decorate its methods, or compile an instance"
     elif not callable(fn):
         problem = "is not callable; give a function, a method or an nn.Module"
-    elif inspect.iscoroutinefunction(runs) or inspect.isasyncgenfunction(runs):
+    elif inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
         problem = "is a coroutine function; compile the plain function that it awaits or runs in a thread"
-    elif inspect.isgeneratorfunction(runs):
+    elif inspect.isgeneratorfunction(fn):
         problem = "is a generator function; compile the plain function that makes one item"
     else:
         return

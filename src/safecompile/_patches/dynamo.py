@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import threading
 import weakref
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,6 @@ __all__ = [
     "mark_as_compiled",
     "skip_frames_of",
 ]
-
-# A miss that is one only for Dynamo's lookup (a guard that another thread's settings flip) must not go on for ever.
-MOST_TRIES = 100
 
 _own_lock: Any = None
 
@@ -95,11 +91,7 @@ class SingleFlight(PatchPoint):
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame, eval_frame
 
-        for owner, name in (
-            (convert_frame, "CatchErrorsWrapper"),
-            (convert_frame, "ConvertFrameAssert"),
-            (eval_frame, "innermost_backend"),
-        ):
+        for owner, name in ((convert_frame, "ConvertFrameAssert"), (eval_frame, "innermost_backend")):
             if not hasattr(owner, name):
                 return f"{owner.__name__} has no {name}"
         return None
@@ -108,20 +100,7 @@ class SingleFlight(PatchPoint):
         from torch._dynamo import convert_frame
 
         self._files = (convert_frame.__file__,)
-        self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
         self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
-
-    def _call_back(self, call_back: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Any:
-        """Stand before Dynamo's wait for the compile lock.
-
-        Dynamo moves the entry of a hit to the front of its list. A thread that walks the list meanwhile can miss
-        an entry that is there: it would wait for the lock, and compile it once more.
-        """
-        frame = args[0]
-        retry = self._retry_frame(sys._getframe(1))
-        if retry is not None and retry.f_locals["tries"] < MOST_TRIES and _has_entry(callback, frame):
-            raise LookAgain
-        return call_back(*args, **kwargs)
 
     def _convert(self, convert: Callable[..., Any], converter: Any, args: Any, kwargs: Any) -> Any:
         """Stand around one conversion. torch holds the compile lock here."""
@@ -137,7 +116,7 @@ class SingleFlight(PatchPoint):
             result = convert(*args, **kwargs)
         entry = getattr(result, "guarded_code", None)
         if entry is not None:
-            self._gate.finish(code, _inserted(entry.guard_manager, self._files))
+            self._gate.finish(code, _inserted(entry.guard_manager))
         return result
 
     def _retry_frame(self, frame: FrameType | None) -> FrameType | None:
@@ -157,13 +136,19 @@ class SingleFlight(PatchPoint):
     def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
         from torch._C._autograd import _top_saved_tensors_default_hooks
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo.eval_frame import innermost_backend
 
         if getattr(converter, "_one_graph", False) or not self._gate.finished_elsewhere(frame.f_code):
             return False
         if _top_saved_tensors_default_hooks(True) is not None:
             # In a checkpoint the frame must save the same tensors as in the recomputation, which is compiled.
             return False
-        return _has_entry(converter, frame)
+        backend = innermost_backend(converter)
+        return any(
+            entry.backend == backend and entry.guard_manager.check(frame.f_locals)
+            for entry in _debug_get_cache_entry_list(frame.f_code)
+        )
 
     def _run_once_as_it_is(self) -> Any:
         from torch._dynamo import types
@@ -174,45 +159,12 @@ class SingleFlight(PatchPoint):
         )
 
 
-def _has_entry(callback: Any, frame: Any) -> bool:
-    """Tell whether Dynamo's cache has an entry for this frame."""
-    from torch._C._dynamo import eval_frame as c_eval_frame
-    from torch._dynamo.eval_frame import innermost_backend
-
-    backend = innermost_backend(callback)
-    get_region = getattr(c_eval_frame, "get_eval_frame_isolate_recompiles_id", lambda: -1)
-    regions = (-1, get_region())
-    return any(
-        entry.backend == backend
-        and getattr(entry, "isolate_recompiles_id", -1) in regions
-        and entry.guard_manager.check(frame.f_locals)
-        for entry in c_eval_frame._debug_get_cache_entry_list(frame.f_code)
-    )
-
-
-def _inserted(guard_manager: Any, files: tuple[str, ...]) -> Callable[[], bool]:
-    """Tell whether the calling thread's new entry is in Dynamo's cache, or will never be.
-
-    It will never be, or has been and is gone, once the thread has left the call of Dynamo: its frames are the
-    ones of the conversion, and below them the one that has called the converted frame.
-    """
-    reference, thread = weakref.ref(guard_manager), threading.get_ident()
-    frame = sys._getframe(1)
-    inside = {id(frame)}
-    while frame.f_back is not None:
-        frame = frame.f_back
-        inside.add(id(frame))
-        if frame.f_code.co_filename not in files:
-            break
-    caller, at = id(frame), frame.f_lasti
-    del frame
+def _inserted(guard_manager: Any) -> Callable[[], bool]:
+    reference = weakref.ref(guard_manager)
 
     def inserted() -> bool:
         manager = reference()
-        if manager is None or manager.cache_entry is not None:
-            return True
-        top = sys._current_frames().get(thread)
-        return top is None or id(top) not in inside or (id(top) == caller and top.f_lasti != at)
+        return manager is None or manager.cache_entry is not None
 
     return inserted
 
@@ -254,13 +206,12 @@ def _resumable(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a resume function so that it can be called again: none of it has run when Dynamo calls back."""
 
     def resume(*args: Any, **kwargs: Any) -> Any:
-        callback, tries = get_eval_frame_callback(), 0
+        callback = get_eval_frame_callback()
         while True:
-            seen = gate.epoch  # noqa: F841  the gate reads it, and tries, from this frame
+            seen = gate.epoch  # noqa: F841  the gate reads it from this frame
             try:
                 return function(*args, **kwargs)
             except LookAgain:
-                tries += 1
                 # Dynamo switches itself off for the thread when its callback raises.
                 set_eval_frame(callback)
 
