@@ -197,7 +197,7 @@ def test_gradients_of_a_modules_parameters_are_right_in_replicas_that_share_a_gr
 
 
 def test_a_compile_of_a_backward_holds_the_lock_and_the_run_of_it_does_not() -> None:
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
 
     held: list[tuple[str, bool]] = []

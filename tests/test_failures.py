@@ -12,6 +12,7 @@ from torch import nn
 import safecompile
 from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import CountingBackend
+from tests.helpers.subprocess_run import run_isolated
 from tests.helpers.threads import gather_threads, run_threads
 
 if TYPE_CHECKING:
@@ -24,6 +25,14 @@ THREADS = 16
 
 def square(x: torch.Tensor) -> torch.Tensor:
     return x * x
+
+
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def cosine(x: torch.Tensor) -> torch.Tensor:
+    return x.cos()
 
 
 class FailingBackend(CountingBackend):
@@ -234,8 +243,8 @@ def test_backends_that_call_each_others_functions_do_not_deadlock() -> None:
         return backend
 
     own = threading.local()
-    first = thread_safe_compile(lambda x: x.sin(), backend=backend_for(lambda: second))
-    second = thread_safe_compile(lambda x: x.cos(), backend=backend_for(lambda: first))
+    first = thread_safe_compile(sine, backend=backend_for(lambda: second))
+    second = thread_safe_compile(cosine, backend=backend_for(lambda: first))
     x = torch.randn(3)
     run_threads(
         lambda index: torch.testing.assert_close((first, second)[index % 2](x), (x.sin(), x.cos())[index % 2]), 8
@@ -324,3 +333,38 @@ def test_a_thread_that_ends_in_a_failed_compile_leaves_no_owner_behind() -> None
         gather_threads(lambda _, f=f: f(torch.ones(2)), 2)  # type: ignore[misc]
         statistics = safecompile.statistics().lock
         assert (statistics.owner, statistics.waiters) == (None, ())
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the gate waits under the lock, up to its limit, for an entry that a reset has taken away before it was seen",
+)
+def test_an_entry_taken_away_by_a_reset_is_not_waited_for() -> None:
+    run_isolated(
+        """
+        import os, traceback, torch
+        from safecompile import thread_safe_compile
+        from tests.helpers.threads import run_threads
+        from tests.test_failures import Scale
+
+        module = thread_safe_compile(Scale(), backend="eager")
+        module(torch.ones(3))
+        torch._dynamo.reset()
+        f = thread_safe_compile(lambda x: x + 1, backend="eager")
+        try:
+            run_threads(lambda _: f(torch.ones(3)), 1, timeout=15)  # the gate's limit is twice that
+        except AssertionError:
+            traceback.print_exc()
+            os._exit(1)
+        """
+    ).check()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight

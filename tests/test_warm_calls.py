@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,11 @@ def test_threads_with_functions_of_their_own_go_on_beside_a_compile() -> None:
     for f in functions:
         f(x)
         f(x)
-    compile_beside([lambda _, f=f: f(x) for f in functions])
+    compile_beside([functools.partial(_call, f, x) for f in functions])
+
+
+def _call(f: Callable[[torch.Tensor], Any], x: torch.Tensor, _: int) -> None:
+    f(x)
 
 
 @pytest.mark.xfail(
