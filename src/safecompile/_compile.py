@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from types import CodeType, MethodType
 from typing import Any, ParamSpec, TypeVar, cast, overload
@@ -81,21 +80,24 @@ def _thread_safe_compile(fn: Any, *, options: dict[str, Any]) -> Any:
 
 def _guard(function: Callable[_P, _R], options: dict[str, Any]) -> Callable[_P, _R]:
     function = getattr(function, "__safecompile_original__", function)
-    compiled = torch.compile(function, **options)
+    compiled = _torch_compile(function, **options)
     if compiled is function:  # disable=True
         return function
 
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        tries = 0
         while True:
             # Noted before Dynamo looks in its cache; the gate reads it from this frame, so that a warm call
             # writes nothing that another thread sees and takes no lock.
             seen = gate.epoch or patches.install()  # noqa: F841
             try:
                 return compiled(*args, **kwargs)  # type: ignore[no-any-return]
-            except LookAgain:  # nothing of the function has run; another thread has just compiled it
-                continue
+            except LookAgain:  # nothing of the function has run; another thread has compiled it
+                tries += 1
 
     mark_as_compiled(guarded, compiled)
+    named = function if hasattr(function, "__name__") else type(function)  # a callable object
+    functools.update_wrapper(guarded, named, updated=())
     guarded.__wrapped__ = function  # type: ignore[attr-defined]
     guarded.__safecompile_original__ = function  # type: ignore[attr-defined]
     return guarded
@@ -106,6 +108,9 @@ _GUARDED_CODE = next(
     for constant in _guard.__code__.co_consts
     if isinstance(constant, CodeType) and constant.co_name == "guarded"
 )
+
+# Bound now: somebody may put thread_safe_compile in the place of torch.compile.
+_torch_compile = torch.compile
 
 patches = Patches(_GUARDED_CODE)
 
@@ -119,12 +124,12 @@ def _guarded_class(cls: type[torch.nn.Module], options: dict[str, Any]) -> type[
     A subclass and not an attribute of the instance: what copies an instance's ``__dict__`` (``copy``,
     ``deepcopy``, ``DataParallel``) would copy a bound method, and the copy would run the original's weights.
     """
-    cls = getattr(cls, "__safecompile_original__", cls)
+    cls = vars(cls).get("__safecompile_original__", cls)
     known = _guarded_classes.setdefault(cls, [])
     for same, subclass in known:
         if same == options:
             return subclass
-    body = {
+    body: dict[str, Any] = {
         "forward": _guard(cls.forward, options),
         "__reduce_ex__": _reduce,
         "__module__": cls.__module__,
@@ -133,17 +138,23 @@ def _guarded_class(cls: type[torch.nn.Module], options: dict[str, Any]) -> type[
         "__safecompile_original__": cls,
         "__safecompile_options__": options,
     }
-    subclass = cast(
-        "type[torch.nn.Module]", types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
-    )
+    becomes = getattr(cls, "cls_to_become", None)
+    if becomes is not None:  # what a lazy module turns into when it has seen its first input
+        body["cls_to_become"] = _guarded_class(becomes, options)
+    # The base class is put in afterwards: one that registers its subclasses must not see this one.
+    metaclass: Any = type(cls)
+    subclass = cast("type[torch.nn.Module]", metaclass(cls.__name__, (torch.nn.Module,), body))
+    subclass.__bases__ = (cls,)
     known.append((options, subclass))
     return subclass
 
 
 def _reduce(self: torch.nn.Module, protocol: Any) -> Any:
     """Copy and pickle an instance by its original class, which pickle can find by name."""
-    cls: Any = type(self)
+    cls: Any = next(base for base in type(self).__mro__ if "__safecompile_options__" in vars(base))
     make, args, *rest = super(cls, self).__reduce_ex__(protocol)
+    if cls is not type(self):  # somebody has put a class on top, and knows how to copy it
+        return (make, args, *rest)
     args = tuple(cls.__safecompile_original__ if arg is cls else arg for arg in args)
     return (functools.partial(_remake, cls.__safecompile_options__, make), args, *rest)
 
@@ -165,23 +176,28 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_callable(fn: Any) -> None:
-    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    problem = _problem_with(fn)
+    if problem:
+        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        raise UnsupportedCallableError(f"thread_safe_compile cannot compile {name}: it {problem}.")
+
+
+def _problem_with(fn: Any) -> str | None:
     if isinstance(fn, torch.jit.ScriptModule):
-        problem = "is a scripted module; compile the module it was scripted from"
-    elif hasattr(fn, "_orig_mod"):
-        problem = "is a module that torch.compile has compiled; give the module that it was made from"
-    elif isinstance(fn, torch.nn.Module):
-        if type(fn).forward is not torch.nn.Module.forward or "forward" in vars(fn):
-            return
-        problem = "has no forward; give it one, or compile its submodules"
-    elif isinstance(fn, type):
-        problem = "is a class; decorate its methods, or compile an instance"
-    elif not callable(fn):
-        problem = "is not callable; give a function, a method or an nn.Module"
-    elif inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
-        problem = "is a coroutine function; compile the plain function that it awaits or runs in a thread"
-    elif inspect.isgeneratorfunction(fn):
-        problem = "is a generator function; compile the plain function that makes one item"
-    else:
-        return
-    raise UnsupportedCallableError(f"thread_safe_compile cannot compile {name}: it {problem}.")
+        return "is a scripted module; compile the module it was scripted from"
+    if hasattr(fn, "_orig_mod"):
+        return "is a module that torch.compile has compiled; give the module that it was made from"
+    if isinstance(fn, torch.nn.Module):
+        if type(fn).forward is torch.nn.Module.forward and "forward" not in vars(fn):
+            return "has no forward; give it one, or compile its submodules"
+        return _problem_with(fn.forward)
+    if isinstance(fn, type):
+        return "is a class; decorate its methods, or compile an instance"
+    if not callable(fn):
+        return "is not callable; give a function, a method or an nn.Module"
+    runs = fn if inspect.isroutine(fn) or isinstance(fn, functools.partial) else type(fn).__call__
+    if inspect.iscoroutinefunction(runs) or inspect.isasyncgenfunction(runs):
+        return "is a coroutine function; compile the plain function that it awaits or runs in a thread"
+    if inspect.isgeneratorfunction(runs):
+        return "is a generator function; compile the plain function that makes one item"
+    return None

@@ -24,7 +24,7 @@ __all__ = ["Gate", "LookAgain"]
 
 # A compiled entry is inserted some microseconds after the lock is released. One that is not there after
 # this many seconds never will be (the insertion raised); the next thread then compiles for itself.
-INSERTION_LIMIT = 30.0
+INSERTION_LIMIT = 10.0
 
 
 class LookAgain(BaseException):
@@ -101,6 +101,10 @@ class Gate:
         record = _Finished(self._serial, me, inserted)
         self._finished[key] = record
         self._pending.append(record)
+
+    def forget_pending(self) -> None:
+        """Stop waiting for entries to be inserted: the cache was emptied. Call with the lock held."""
+        self._pending.clear()
 
     def _settle(self) -> None:
         me = threading.get_ident()

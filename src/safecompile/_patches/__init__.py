@@ -12,7 +12,7 @@ from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches import dynamo
 from safecompile._patches.dynamo import CompileLock, LazyBackward, ResumeFunctions, SingleFlight
-from safecompile._patches.export import ExportCopies
+from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.thread_globals import Made, ThreadGlobals
@@ -34,14 +34,16 @@ class Patches:
         self._guarded = guarded
         self._guard = threading.Lock()
         self._warned = False
+        self._mismatches: list[str] = []
+        fx = FXPatches(dynamo.skip_frames_of)
         self.points: tuple[PatchPoint, ...] = (
             *_thread_globals(),
-            FXPatches(dynamo.skip_frames_of),
+            fx,
             CompileLock(fx_trace_lock),
             SingleFlight(gate, fx_trace_lock, guarded),
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
-            ExportCopies(),
+            Exports(fx),
         )
 
     def install(self, *, strict: bool = False) -> int:
@@ -50,16 +52,20 @@ class Patches:
         Now is not the time when the calling thread is itself inside a trace or compile that began before:
         then torch alone decides what happens, as it would in a single thread.
         """
+        if gate.epoch and not (strict and self._mismatches):
+            return gate.epoch
         if fx_trace_lock.owned_by_torch():
             return 0
         # The compile lock first: no compile is in flight while the patches change.
         with fx_trace_lock, self._guard:
             if gate.epoch:
+                if strict and self._mismatches:
+                    self._complain(strict=True)
                 return gate.epoch
             dynamo.skip_frames_of(self._guarded)
-            mismatches = [f"{point.name}: {reason}" for point in self.points if (reason := _install(point))]
-            if mismatches:
-                self._complain(mismatches, strict=strict)
+            self._mismatches = [f"{point.name}: {reason}" for point in self.points if (reason := _install(point))]
+            if self._mismatches:
+                self._complain(strict=strict)
             replaced = set[CodeType]().union(*(point.replaced_code() for point in self.points))
             if threading.get_ident() in threads_running(replaced):
                 self._restore()
@@ -75,34 +81,43 @@ class Patches:
         Raises:
             PatchesInUseError: a guarded call or a trace is in flight.
         """
+        if gate.epoch:
+            self._check_idle()  # at once, and not after waiting for a compile
         with fx_trace_lock, self._guard:
             epoch = gate.epoch
             if not epoch:
                 return
             gate.close()  # from here on a new guarded call waits for the locks and installs again
-            busy = threads_running({self._guarded}.union(*(point.replacing_code() for point in self.points)))
-            if busy:
+            try:
+                self._check_idle()
+            except PatchesInUseError:
                 gate.epoch = epoch
-                names = {t.ident: t.name for t in threading.enumerate()}
-                raise PatchesInUseError(
-                    "cannot uninstall the patches: guarded calls or traces are in flight in "
-                    + ", ".join(f"thread {names.get(ident, ident)!r}" for ident in sorted(busy))
-                    + "; wait until they have returned."
-                )
+                raise
             self._restore()
+
+    def _check_idle(self) -> None:
+        busy = threads_running({self._guarded}.union(*(point.replacing_code() for point in self.points)))
+        if busy:
+            names = {t.ident: t.name for t in threading.enumerate()}
+            raise PatchesInUseError(
+                "cannot uninstall the patches: guarded calls or traces are in flight in "
+                + ", ".join(f"thread {names.get(ident, ident)!r}" for ident in sorted(busy))
+                + "; wait until they have returned."
+            )
 
     def _restore(self) -> None:
         for point in reversed(self.points):
             if point.active:
                 point.restore()
 
-    def _complain(self, mismatches: list[str], *, strict: bool) -> None:
+    def _complain(self, *, strict: bool) -> None:
         text = (
-            f"{len(mismatches)} patch points do not match this torch, and what they protect is not protected: "
-            + "; ".join(mismatches)
+            f"{len(self._mismatches)} patch points do not match this torch, and what they protect is not protected: "
+            + "; ".join(self._mismatches)
         )
         if strict:
-            self._restore()
+            if not gate.epoch:
+                self._restore()
             raise PatchMismatchError(f"{text}. Use a supported torch, or install() without strict.")
         if not self._warned:
             self._warned = True
@@ -181,5 +196,12 @@ def _thread_globals() -> list[ThreadGlobals]:
             name="export-state",
             protects="an export uses the module hierarchy of another thread's (E3)",
             upstream="torch/export/_trace.py, _export",
+        ),
+        ThreadGlobals(
+            "torch.fx._lazy_graph_module",
+            {"_use_lazy_graph_module_flag": False, "_force_skip_lazy_graph_module_flag": False},
+            name="lazy-graph-modules",
+            protects="a trace beside a compile gives a graph module of another class",
+            upstream="torch/fx/_lazy_graph_module.py, _use_lazy_graph_module",
         ),
     ]

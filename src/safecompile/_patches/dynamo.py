@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.point import PatchPoint
@@ -26,6 +26,9 @@ __all__ = [
     "mark_as_compiled",
     "skip_frames_of",
 ]
+
+# A miss that is one only for Dynamo's lookup (a guard that another thread's settings flip) must not go on for ever.
+MOST_TRIES = 100
 
 _own_lock: Any = None
 
@@ -91,7 +94,11 @@ class SingleFlight(PatchPoint):
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame, eval_frame
 
-        for owner, name in ((convert_frame, "ConvertFrameAssert"), (eval_frame, "innermost_backend")):
+        for owner, name in (
+            (convert_frame, "CatchErrorsWrapper"),
+            (convert_frame, "ConvertFrameAssert"),
+            (eval_frame, "innermost_backend"),
+        ):
             if not hasattr(owner, name):
                 return f"{owner.__name__} has no {name}"
         return None
@@ -99,14 +106,36 @@ class SingleFlight(PatchPoint):
     def apply(self) -> None:
         from torch._dynamo import convert_frame
 
-        self._files = (convert_frame.__file__,)
+        codes = (convert_frame.ConvertFrame.__call__.__code__, SingleFlight._convert.__code__)
+        self._files = tuple(code.co_filename for code in codes)
+        import torch._dynamo
+
+        for name in ("reset", "reset_code_caches"):
+            self.wrap(torch._dynamo, name, self._reset)
+        self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
         self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
+
+    def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
+        with self._lock:
+            reset()
+            self._gate.forget_pending()  # an entry that is gone looks like one that is still to be inserted
+
+    def _call_back(self, call_back: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Any:
+        """Stand before Dynamo's wait for the compile lock.
+
+        Dynamo moves the entry of a hit to the front of its list. A thread that walks the list meanwhile can miss
+        an entry that is there: it would wait for the lock, and compile it once more.
+        """
+        retry = self._retry_frame(self._caller(sys._getframe(1)))
+        if retry is not None and retry.f_locals["tries"] < MOST_TRIES and _has_entry(callback, args[0]):
+            raise LookAgain
+        return call_back(*args, **kwargs)
 
     def _convert(self, convert: Callable[..., Any], converter: Any, args: Any, kwargs: Any) -> Any:
         """Stand around one conversion. torch holds the compile lock here."""
         frame = args[0]
         code = frame.f_code
-        retry = self._retry_frame(sys._getframe(1))
+        retry = self._retry_frame(self._caller(sys._getframe(1)))
         if retry is not None:
             if not self._gate.admit(code, retry.f_locals["seen"]):
                 raise LookAgain
@@ -119,36 +148,34 @@ class SingleFlight(PatchPoint):
             self._gate.finish(code, _inserted(entry.guard_manager))
         return result
 
-    def _retry_frame(self, frame: FrameType | None) -> FrameType | None:
+    def _caller(self, frame: FrameType) -> FrameType:
+        """Return the frame that has called the converted one, from a frame of Dynamo's callback."""
+        while frame.f_code is not _RESUME_CODE and frame.f_code.co_filename in self._files:
+            frame = cast("FrameType", frame.f_back)
+        return frame
+
+    def _retry_frame(self, caller: FrameType) -> FrameType | None:
         """Return the frame that will call again on ``LookAgain``, if nothing of the user's runs in between.
 
         By the identity of frames and not by code and name: a plain compiled object over the same code,
         called in the eager part of a guarded call, must not unwind that part.
         """
-        while frame is not None and frame.f_code.co_filename in self._files:
-            frame = frame.f_back
-        if frame is None or frame.f_code is _RESUME_CODE:
-            return frame
-        caller = frame.f_back
-        is_compiled_call = frame.f_code.co_filename == sys.modules["torch._dynamo.eval_frame"].__file__
-        return caller if is_compiled_call and caller is not None and caller.f_code is self._guarded else None
+        if caller.f_code is _RESUME_CODE:
+            return caller
+        outer = caller.f_back
+        is_compiled_call = caller.f_code.co_filename == sys.modules["torch._dynamo.eval_frame"].__file__
+        return outer if is_compiled_call and outer is not None and outer.f_code is self._guarded else None
 
     def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
         from torch._C._autograd import _top_saved_tensors_default_hooks
-        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-        from torch._dynamo.eval_frame import innermost_backend
 
         if getattr(converter, "_one_graph", False) or not self._gate.finished_elsewhere(frame.f_code):
             return False
         if _top_saved_tensors_default_hooks(True) is not None:
             # In a checkpoint the frame must save the same tensors as in the recomputation, which is compiled.
             return False
-        backend = innermost_backend(converter)
-        return any(
-            entry.backend == backend and entry.guard_manager.check(frame.f_locals)
-            for entry in _debug_get_cache_entry_list(frame.f_code)
-        )
+        return _has_entry(converter, frame)
 
     def _run_once_as_it_is(self) -> Any:
         from torch._dynamo import types
@@ -157,6 +184,22 @@ class SingleFlight(PatchPoint):
         return types.ConvertFrameReturn(
             frame_exec_strategy=skip, apply_to_code=False, skip_reason="compiled by another thread"
         )
+
+
+def _has_entry(callback: Any, frame: Any) -> bool:
+    """Tell whether Dynamo's cache has an entry for this frame."""
+    from torch._C._dynamo import eval_frame as c_eval_frame
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend = innermost_backend(callback)
+    get_region = getattr(c_eval_frame, "get_eval_frame_isolate_recompiles_id", lambda: -1)
+    regions = (-1, get_region())
+    return any(
+        entry.backend == backend
+        and getattr(entry, "isolate_recompiles_id", -1) in regions
+        and entry.guard_manager.check(frame.f_locals)
+        for entry in c_eval_frame._debug_get_cache_entry_list(frame.f_code)
+    )
 
 
 def _inserted(guard_manager: Any) -> Callable[[], bool]:
@@ -206,12 +249,13 @@ def _resumable(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a resume function so that it can be called again: none of it has run when Dynamo calls back."""
 
     def resume(*args: Any, **kwargs: Any) -> Any:
-        callback = get_eval_frame_callback()
+        callback, tries = get_eval_frame_callback(), 0
         while True:
-            seen = gate.epoch  # noqa: F841  the gate reads it from this frame
+            seen = gate.epoch  # noqa: F841  the gate reads it, and tries, from this frame
             try:
                 return function(*args, **kwargs)
             except LookAgain:
+                tries += 1
                 # Dynamo switches itself off for the thread when its callback raises.
                 set_eval_frame(callback)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
+import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable
@@ -10,16 +13,24 @@ from typing import Any
 
 import torch
 
+from safecompile._patches.fx import FXPatches
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.random_numbers import tensors_in
 
-__all__ = ["ExportCopies"]
+__all__ = ["Exports"]
+
+# Taken before any export can have replaced them.
+_MAX, _MIN = max, min
 
 
-class ExportCopies(PatchPoint):
-    name = "export-copies"
-    protects = "a model called or exported by another thread while it is exported has fake parameters"
+class Exports(PatchPoint):
+    name = "exports"
+    protects = "a model that is exported has fake parameters for other threads; a strict export resets Dynamo (E3)"
     upstream = "torch/export/_trace.py, _non_strict_export"
+
+    def __init__(self, fx: FXPatches) -> None:
+        super().__init__()
+        self._fx = fx
 
     def mismatch(self) -> str | None:
         import torch.export._trace
@@ -30,6 +41,30 @@ class ExportCopies(PatchPoint):
         import torch.export._trace
 
         self.wrap(torch.export._trace, "_export", self._export)
+        self.wrap(torch._dynamo, "reset", self._reset)
+        from torch._export import non_strict_utils
+
+        if hasattr(non_strict_utils, "_override_builtin_ops"):
+            self.wrap(non_strict_utils, "_override_builtin_ops", self._override_builtins)
+
+    def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
+        """Let a strict export begin without throwing away, and freeing, what other threads have compiled and run."""
+        if not torch.compiler.is_exporting() or threading.active_count() == 1:
+            reset()
+
+    def _override_builtins(self, override: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        """Replace ``max``, ``min`` and ``math.pow`` for one export, so that overlapping ones leave nothing behind."""
+        from torch._export.non_strict_utils import _tensor_min_max
+
+        biggest = functools.partial(_tensor_min_max, real_callable=_MAX, tensor_callable=torch.maximum)
+        smallest = functools.partial(_tensor_min_max, real_callable=_MIN, tensor_callable=torch.minimum)
+        return self._fx.replaced(
+            [
+                (vars(builtins), "max", biggest),
+                (vars(builtins), "min", smallest),
+                (vars(math), "pow", lambda x, y: x**y),
+            ]
+        )
 
     def _export(self, export: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         """Export a copy of the model's modules, with the same tensors: export puts fake ones in their place."""

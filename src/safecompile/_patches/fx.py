@@ -12,7 +12,8 @@ import builtins
 import importlib.machinery
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -46,9 +47,28 @@ class _Dispatcher:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self.current()(*args, **kwargs)
 
+    def call_once(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the replacement such that it goes on to the original where it looks the method up again."""
+        stack = self._stacks.of.get(self._key)
+        if not stack:
+            return self._original(*args, **kwargs)
+        replacement = stack.pop()
+        try:
+            return replacement(*args, **kwargs)
+        finally:
+            stack.append(replacement)
+
 
 def _dispatch(*args: Any, **kwargs: Any) -> Any:
     return "<safecompile constant dispatcher>".call(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+class _ModuleDispatcher(_Dispatcher):
+    """The same for a function of a module, whose original somebody may replace meanwhile."""
+
+    def current(self) -> Any:
+        stack = self._stacks.of.get(self._key)
+        return stack[-1] if stack else vars(self._original)[self._key[1]]
 
 
 class _Change:
@@ -99,6 +119,8 @@ class FXPatches(PatchPoint):
         self.wrap(fx._Patcher, "patch_method", self._add)
         self.wrap(fx, "_autowrap_check", lambda _, __, args, kwargs: self._autowrap(*args, **kwargs))
         self.wrap(fx.Tracer, "trace", _trace_on_one_thread)
+        for code in (_Dispatcher.call, _Dispatcher.call_once, _Dispatcher.current):
+            self._skip_frames_of(code.__code__)
         # A trace that began before the installation may have its own function in the place of these.
         self._originals = {"__call__": fx._orig_module_call, "__getattr__": fx._orig_module_getattr}
         # The tracer's own wrappers go on to the originals by these names.
@@ -124,6 +146,16 @@ class FXPatches(PatchPoint):
             if not name.startswith("_") and callable(original) and id(original) in function_ids:
                 patcher.patch(frame_dict, name, self._wrap_function(original))
 
+    @contextmanager
+    def replaced(self, replacements: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+        """Replace functions in the globals of modules, as a trace does."""
+        with ExitStack() as undo:
+            for owner, name, new_fn in replacements:
+                change = _Change(self, owner, name, new_fn)
+                change.patch()
+                undo.callback(change.revert)
+            yield
+
     def enter(self, change: _Change) -> None:
         with self._guard:
             count, undo = self._places.get(change.key) or (0, self._install(change))
@@ -145,13 +177,15 @@ class FXPatches(PatchPoint):
         if not isinstance(change.owner, dict):
             return self._install_method(change.owner, change.name, change.key)
         module = sys.modules.get(change.owner.get("__name__", ""))
-        if isinstance(module, ModuleType) and vars(module) is change.owner and _has_no_python_code(module):
-            return self._install_property(module, change.name, change.key)
+        # The names of builtins are looked up in their dict, too.
+        own = isinstance(module, ModuleType) and vars(module) is change.owner and module is not builtins
+        if own and _has_no_python_code(cast("ModuleType", module)):
+            return self._install_property(cast("ModuleType", module), change.name, change.key)
         return self._install_global(change.owner, change)
 
     def _install_method(self, cls: type, name: str, key: _Key) -> Callable[[], None]:
-        method = self._originals[name] if cls is torch.nn.Module and name in self._originals else getattr(cls, name)
-        if isinstance(method, FunctionType) and not method.__code__.co_freevars:
+        if cls is torch.nn.Module and name in self._originals:
+            method = self._originals[name]
             code = method.__code__
             method.__code__ = with_constants(
                 _dispatch.__code__, dispatcher=_Dispatcher(self._stacks, key, _copy(method))
@@ -159,7 +193,7 @@ class FXPatches(PatchPoint):
             self._skip_frames_of(method.__code__)
             return lambda: setattr(method, "__code__", code)
         stored = vars(cls).get(name, _ABSENT)
-        call = _Dispatcher(self._stacks, key, method).call
+        call = _Dispatcher(self._stacks, key, getattr(cls, name)).call_once
 
         def dispatch(*args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
@@ -173,8 +207,9 @@ class FXPatches(PatchPoint):
         if not isinstance(module, _PatchedModule):
             module.__class__ = type("_PatchedModule", (_PatchedModule, type(module)), {})
         cls = type(module)
-        current = _Dispatcher(self._stacks, key, vars(module)[name]).current
-        setattr(cls, name, property(lambda _: current()))
+        current = _ModuleDispatcher(self._stacks, key, module).current
+        # It can be set as before, for those who patch it for the process.
+        setattr(cls, name, property(lambda _: current(), lambda _, value: vars(module).update({name: value})))
 
         def undo() -> None:
             delattr(cls, name)

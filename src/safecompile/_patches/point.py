@@ -31,6 +31,7 @@ class PatchPoint(ABC):
     def __init__(self) -> None:
         self.active = False
         self._changes: list[tuple[Any, str, Any, Any]] = []
+        self._switches: list[list[bool]] = []
 
     @abstractmethod
     def mismatch(self) -> str | None:
@@ -58,6 +59,8 @@ class PatchPoint(ABC):
     def restore(self) -> None:
         """Undo the changes, but leave alone what somebody else has changed since."""
         self.active = False
+        while self._switches:
+            self._switches.pop()[0] = False
         while self._changes:
             owner, name, old, new = self._changes.pop()
             if _get(owner, name) is new:
@@ -73,7 +76,9 @@ class PatchPoint(ABC):
 
         If somebody else wraps it after us, restoring leaves it in place, switched off.
         """
-        self.replace(owner, name, wrapt.FunctionWrapper(_get(owner, name), wrapper, enabled=lambda: self.active))
+        switch = [True]
+        self._switches.append(switch)
+        self.replace(owner, name, wrapt.FunctionWrapper(_get(owner, name), wrapper, enabled=lambda: switch[0]))
 
     def recode(self, function: FunctionType, code: CodeType) -> None:
         """Give ``function`` other code. It stays the same object for all who hold it: Dynamo keys its tables on it."""

@@ -68,7 +68,17 @@ class ThreadGlobals(PatchPoint):
         for function in _functions_of(module):
             if any(name in code.co_names for code in _codes(function.__code__) for name in names):
                 self.recode(function, with_constants(codes[_key(function.__code__)], local=local))
+        for name in names:
+            # The calling thread may be inside a mode that it entered before.
+            setattr(local, name, vars(module)[name])
+        self._local = local
         self.replace(module, "__class__", _module_class(module, names, local))
+
+    def restore(self) -> None:
+        if self.active:
+            module = importlib.import_module(self._module_name)
+            super().restore()
+            vars(module).update({name: getattr(self._local, name) for name in self._present()})
 
     def _present(self) -> tuple[str, ...]:
         module = importlib.import_module(self._module_name)
