@@ -155,8 +155,9 @@ def _reduce(self: torch.nn.Module, protocol: Any) -> Any:
     make, args, *rest = super(cls, self).__reduce_ex__(protocol)
     if cls is not type(self):  # somebody has put a class on top, and knows how to copy it
         return (make, args, *rest)
-    args = tuple(cls.__safecompile_original__ if arg is cls else arg for arg in args)
-    return (functools.partial(_remake, cls.__safecompile_options__, make), args, *rest)
+    own = vars(cls)
+    args = tuple(own["__safecompile_original__"] if arg is cls else arg for arg in args)
+    return (functools.partial(_remake, own["__safecompile_options__"], make), args, *rest)
 
 
 def _remake(options: dict[str, Any], make: Callable[..., Any], *args: Any) -> Any:
