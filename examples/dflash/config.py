@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
@@ -24,18 +24,22 @@ class Config:
 
     Attributes:
         seed: everything random follows from it.
-        device: ``cpu``, or ``cuda`` to spread the threads over all GPUs there are.
+        device: ``auto`` for all GPUs there are, or the CPU if there is none; ``cpu``; ``cuda`` for all GPUs; or a map, the names of
+            devices separated by commas: threads, targets first, go onto them in turn.
         target: folder of the target, in Hugging Face's layout.
+        trust_remote_code: run Python code that comes with the target.
+        text: folder of text; None for the standard library's sources.
         targets, drafters: number of target and drafter threads.
         layers: draft layers (paper: 5).
         block_size: ``B``, anchor included (paper: 16).
         taps: target layers whose outputs are the features; None for the paper's choice, which needs a deep target.
         prompt_length, response_length: tokens of a training sequence, text and target's answer.
+        temperature: of every second answer; the others are greedy.
         sequences: sequences in one batch of work, generated together.
         uses: training steps made with one batch of work before the next, each with other anchors.
         batch: sequences in one training step of one replica.
         anchors: ``N``, blocks a sequence (paper: 512).
-        gamma: decay of the position weights (paper: 7 for blocks of 16); a short run learns more with its weight on the first slots.
+        gamma: decay of the position weights (paper: 7 for blocks of 16, 4 for blocks of 8).
         kl_weight: share of the soft-label divergence in the loss; the rest is cross entropy.
         chunk_rows: rows of a sequence whose logits exist at once.
         steps: training steps.
@@ -43,26 +47,31 @@ class Config:
         lr, muon_lr: peak learning rates of AdamW and of Muon.
         warmup_ratio, clip: share of steps that warm up, and the largest gradient norm (paper, A.1).
         autocast: compute forward passes in bfloat16; weights and optimizer stay in float32.
+        save_every: steps between two savings of the drafter.
         queue_depth: batches of work that wait for one replica at most.
+        tau: acceptance length, on references that do not loop, that the trained drafter must reach.
         eval_prompts, eval_prompt_length, eval_new_tokens: held-out prompts for speculative decoding.
     """
 
     seed: int = 0
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = "auto"
     target: Path = BUNDLED_TARGET
+    trust_remote_code: bool = False
+    text: Path | None = None
     targets: int = 5
     drafters: int = 3
 
     layers: int = 2
-    block_size: int = 16
+    block_size: int = 8
     taps: tuple[int, ...] | None = (0, 1, 2)
 
     prompt_length: int = 128
     response_length: int = 128
+    temperature: float = 0.6
     sequences: int = 16
     uses: int = 16
     batch: int = 4
-    anchors: int = 16
+    anchors: int = 32
 
     gamma: float = 4.0
     kl_weight: float = 0.5
@@ -76,8 +85,10 @@ class Config:
     clip: float = 1.0
     autocast: bool = False
 
+    save_every: int = 48
     queue_depth: int = 2
 
+    tau: float = 2.5
     eval_prompts: int = 16
     eval_prompt_length: int = 128
     eval_new_tokens: int = 128
@@ -95,7 +106,7 @@ class Config:
         """
         at_least_one = (
             "targets drafters layers response_length prompt_length sequences uses batch anchors chunk_rows steps "
-            "queue_depth eval_prompts eval_prompt_length eval_new_tokens"
+            "queue_depth save_every eval_prompts eval_prompt_length eval_new_tokens"
         )
         for name in at_least_one.split():
             if getattr(self, name) < 1:
@@ -113,31 +124,50 @@ class Config:
             )
         if not 0 <= self.kl_weight <= 1:
             raise ConfigError(f"kl_weight is {self.kl_weight}, it must lie between 0 and 1")
-        for name in ("gamma", "lr", "muon_lr", "clip"):
+        for name in ("gamma", "lr", "muon_lr", "clip", "temperature"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
         if not 0 <= self.warmup_ratio < 1:
             raise ConfigError(f"warmup_ratio is {self.warmup_ratio}, it must lie between 0 and 1")
         if self.optimizer not in ("adamw", "muon"):
             raise ConfigError(f"optimizer is {self.optimizer!r}: use 'adamw' or 'muon'")
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError(f"device is {self.device!r}: use 'cpu' or 'cuda'")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device is 'cuda', but torch sees no GPU: use 'cpu'")
+        if self.taps is not None and len(set(self.taps)) < len(self.taps):
+            raise ConfigError(f"taps are {self.taps}, each layer can be tapped once")
+        self.devices()
         if not (self.target / "config.json").is_file():
             raise ConfigError(f"target is {self.target}: no config.json there, it must be a Hugging Face model folder")
+        if self.text is not None and not self.text.is_dir():
+            raise ConfigError(f"text is {self.text}, and that is no folder")
 
     def devices(self) -> list[torch.device]:
-        """Return the device of each thread, targets first; logical devices wrap around onto those that exist."""
-        if self.device == "cpu":
-            return [torch.device("cpu")] * (self.targets + self.drafters)
-        count = torch.cuda.device_count()
-        return [torch.device("cuda", index % count) for index in range(self.targets + self.drafters)]
+        """Return the device of each thread, targets first; these logical devices wrap around onto those that exist.
+
+        Raises:
+            ConfigError: if a device does not exist.
+        """
+        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        named = {"auto": gpus or ["cpu"], "cuda": gpus or ["cuda"], "cpu": ["cpu"]}.get(
+            self.device, self.device.split(",")
+        )
+        for name in named:
+            if name != "cpu" and name not in gpus:
+                there_are = ", ".join(["cpu", *gpus])
+                raise ConfigError(f"device is {self.device!r}, but {name!r} does not exist here: there are {there_are}")
+        return [torch.device(named[index % len(named)]) for index in range(self.targets + self.drafters)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all options in JSON's types."""
+        return {
+            name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
 
 def paper() -> Config:
-    """Return the paper's recipe (section 5 and A.1) on the demo's sizes: 5 layers, AdamW, cross entropy alone."""
-    return Config(layers=5, optimizer="adamw", lr=6e-4, gamma=7.0, kl_weight=0.0)
+    """Return the paper's recipe (section 5 and A.1) on the demo's target: 5 layers, blocks of 16, AdamW, cross entropy alone."""
+    return Config(
+        layers=5, block_size=16, temperature=1.0, optimizer="adamw", lr=6e-4, gamma=7.0, kl_weight=0.0, tau=1.0
+    )
 
 
 PRESETS: dict[str, Callable[[], Config]] = {"demo": Config, "paper": paper}

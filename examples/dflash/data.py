@@ -1,7 +1,8 @@
-"""Text as bytes: the corpus, its held-out part, and the work of every training step.
+"""Text: the corpus, its held-out part, windows of it, and random numbers by key.
 
 The corpus is the source code of Python's own standard library: it is on every machine that can run this example, so
-nothing is downloaded. A byte is a token; two ids below the bytes are the end of text and the drafter's mask token.
+nothing is downloaded. A folder of any other text can be named. For a target without a tokenizer a byte is a token; two ids
+below the bytes are the end of text and the drafter's mask token.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from config import ConfigError
+
 EOS_ID = 0
-"""Id of the end of text."""
+"""A byte-level target's id of the end of text."""
 
 MASK_ID = 1
-"""Id of the mask token that fills a draft block; the target never sees it in its training text."""
+"""Its id of the mask token that fills a draft block; the target never sees it in its training text."""
 
 BYTE_OFFSET = 2
 """Id of byte 0."""
@@ -40,10 +43,10 @@ _HELD_OUT_ONE_IN = 16
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two disjoint texts, each a 1-D uint8 tensor of the bytes of whole files, one after the other."""
+    """Two disjoint texts, UTF-8 or not."""
 
-    train: Tensor
-    held_out: Tensor
+    train: bytes
+    held_out: bytes
 
 
 def is_held_out(relative_name: str) -> bool:
@@ -52,30 +55,42 @@ def is_held_out(relative_name: str) -> bool:
 
 
 def load_corpus(folder: Path | None = None) -> Corpus:
-    """Read every ``*.py`` below ``folder`` (default: the standard library) and split the files.
+    """Read text and split it.
+
+    Without a folder: the ``*.py`` of the standard library, one file in sixteen held out. With one: every file below it that
+    is UTF-8 text; if the names of so few files hold nothing out, or everything, then the last sixteenth of all text is held out.
 
     Raises:
-        ValueError: if the folder does not give text to both parts.
+        ConfigError: if there is no text.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    if not root.is_dir():
+        raise ConfigError(f"text is {root}, and that is no folder")
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(root.rglob("*" if folder else "*.py")):
         relative = path.relative_to(root)
-        if not _LEFT_OUT.intersection(relative.parts):
-            parts[is_held_out(relative.as_posix())].append(path.read_bytes())
+        if not path.is_file() or (folder is None and _LEFT_OUT.intersection(relative.parts)):
+            continue
+        content = path.read_bytes()
+        if folder is None or _is_text(content):
+            parts[is_held_out(relative.as_posix())].append(content)
     train, held_out = (b"".join(parts[flag]) for flag in (False, True))
+    if not train + held_out:
+        raise ConfigError(f"text is {root}: there is no text to train and evaluate on in that folder")
     if not train or not held_out:
-        raise ValueError(f"no text to train and evaluate on below {root}: it needs *.py files, about 16 or more")
-    return Corpus(_bytes_tensor(train), _bytes_tensor(held_out))
+        text = train or held_out
+        cut = len(text) - len(text) // _HELD_OUT_ONE_IN
+        train, held_out = text[:cut], text[cut:]
+    return Corpus(train, held_out)
 
 
 def encode(text: bytes) -> Tensor:
-    """Return the token ids of ``text``, int64 ``[len(text)]``."""
-    return _bytes_tensor(text).long() + BYTE_OFFSET
+    """Return a byte-level target's token ids of ``text``, int32 ``[len(text)]``."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).int() + BYTE_OFFSET if text else torch.zeros(0).int()
 
 
 def decode(tokens: Tensor) -> bytes:
-    """Return the bytes of token ids ``[n]``; the end of text and the mask token have none."""
+    """Return the bytes of a byte-level target's ids ``[n]``; the end of text and the mask token have none."""
     return bytes(t - BYTE_OFFSET for t in tokens.tolist() if t >= BYTE_OFFSET)
 
 
@@ -85,17 +100,20 @@ def generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
-def window(text: Tensor, length: int, rng: torch.Generator) -> Tensor:
-    """Cut ``length`` consecutive bytes at a place drawn from ``rng``; return token ids int64 ``[length]``.
+def window(tokens: Tensor, length: int, rng: torch.Generator) -> Tensor:
+    """Cut ``length`` consecutive ids, int64, out of ``tokens`` ``[n]`` at a place drawn from ``rng``.
 
     Raises:
-        ValueError: if ``text`` is shorter than ``length`` bytes.
+        ValueError: if there are fewer.
     """
-    if len(text) < length:
-        raise ValueError(f"the text has {len(text)} bytes, a window needs {length}")
-    start = int(torch.randint(len(text) - length + 1, (), generator=rng))
-    return text[start : start + length].long() + BYTE_OFFSET
+    if len(tokens) < length:
+        raise ValueError(f"the text has {len(tokens)} tokens, a window needs {length}")
+    start = int(torch.randint(len(tokens) - length + 1, (), generator=rng))
+    return tokens[start : start + length].long()
 
 
-def _bytes_tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def _is_text(content: bytes) -> bool:
+    try:
+        return "\0" not in content.decode()
+    except UnicodeDecodeError:
+        return False

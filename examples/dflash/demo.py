@@ -3,155 +3,432 @@
     python examples/dflash/demo.py
 
 Five target threads answer prompts and hand their features to three drafter threads through bounded queues, all in one
-process and all calling compiled functions at the same time. Exits with 1 if a check fails. See README.md.
+process and all calling compiled functions at the same time. Everything is written to the run folder. Exits with 0 if all
+checks passed, 1 if one did not or a thread failed, 2 for options that cannot work, 130 after Ctrl-C. See README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
+import platform
 import sys
 import time
+import traceback
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import transformers
+from rich.console import Console
+from torch import Tensor
 
 import data
 import evaluate
+import export
+import plots
 import train
 from backend import BACKEND, cpp_compiler
 from config import PRESETS, Config, ConfigError
+from display import Display
+from drafter import Drafter
 from pipeline import WorkerError
+from run_folder import DRAFTER, EVALUATION, SUMMARY, RunFolder
 from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
-from target import Target, tapped_layers
+from target import Language, Target, choose_taps, language_of, read_config, shape_of
 
 
-class Stages:
-    """Wall time of each stage, printed as it passes."""
+class Prepared(NamedTuple):
+    """A run whose options have been checked, before any work."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._started = time.monotonic()
+    config: Config
+    folder: RunFolder
+    taps: tuple[int, ...]
+    language: Language
+    train_text: Tensor
+    held_out_text: Tensor
 
-    def done(self, stage: str) -> None:
+
+def options(arguments: list[str]) -> tuple[Config, Path]:
+    """Read the command line; return the options and the run folder.
+
+    Raises:
+        ConfigError: if the options cannot work.
+    """
+    parser = argparse.ArgumentParser(
+        description="Train a DFlash drafter in several threads and measure it.", exit_on_error=False
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="demo", help="where the other options start (%(default)s)")
+    parser.add_argument("--run", type=Path, help="run folder, for all that is written (runs/dflash-PRESET)")
+    parser.add_argument("--text", type=Path, help="folder of text (the standard library's sources)")
+    parser.add_argument("--target", type=Path, help="Hugging Face folder of a causal language model (the bundled one)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
+    parser.add_argument(
+        "--taps", type=_integers, help="tapped target layers, such as 0,1,2; 'paper' for the paper's five"
+    )
+    parser.add_argument(
+        "--device", help="auto, cpu, cuda, or a map such as cuda:0,cuda:1 that the threads wrap around onto"
+    )
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), help="the paper's, or the one for short runs")
+    for name, meaning in _INTEGERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
+    for name, meaning in _NUMBERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=meaning)
+    try:
+        given = vars(parser.parse_args(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from error
+    preset = given.pop("preset")
+    run = given.pop("run") or Path("runs") / f"dflash-{preset}"
+    base = PRESETS[preset]()
+    if given["target"] is not None and given["taps"] is None:
+        base = replace(base, taps=None)
+    changes = {name: value for name, value in given.items() if value is not None}
+    if changes.get("taps") == ():
+        changes["taps"] = None
+    return replace(base, **changes), run
+
+
+_INTEGERS = {
+    "seed": "everything random follows from it",
+    "targets": "target threads",
+    "drafters": "drafter threads",
+    "steps": "training steps",
+    "layers": "draft layers",
+    "block_size": "block, anchor included",
+    "anchors": "blocks a sequence",
+    "batch": "sequences a step and replica",
+    "sequences": "sequences in one batch of work",
+    "uses": "steps made with one batch of work",
+    "prompt_length": "tokens of text that an answer is made to",
+    "response_length": "tokens of an answer",
+    "chunk_rows": "rows whose logits exist at once",
+    "queue_depth": "batches of work that wait for one replica at most",
+    "save_every": "steps between two savings of the drafter",
+    "eval_prompts": "held-out prompts",
+    "eval_prompt_length": "tokens of each",
+    "eval_new_tokens": "tokens of each response",
+}
+_NUMBERS = {
+    "lr": "learning rate of AdamW",
+    "muon_lr": "learning rate of Muon",
+    "temperature": "of every second answer, the others are greedy",
+    "gamma": "decay of the position weights",
+    "kl_weight": "share of the soft-label divergence in the loss",
+    "tau": "acceptance length that must be reached",
+}
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return () if text == "paper" else tuple(int(part) for part in text.split(","))
+
+
+def prepare(config: Config, run: Path) -> Prepared:
+    """Check everything that can be wrong with the options, and read the text.
+
+    Raises:
+        ConfigError: in one sentence that says what to change.
+    """
+    config.validate()
+    target = read_config(config.target, trust_remote_code=config.trust_remote_code)
+    taps = choose_taps(config.taps, shape_of(target))
+    language = language_of(config.target, target, trust_remote_code=config.trust_remote_code)
+    corpus = data.load_corpus(config.text)
+    texts = []
+    for part, text, needed in (
+        ("to train on", corpus.train, config.prompt_length),
+        ("to evaluate on", corpus.held_out, config.eval_prompt_length),
+    ):
+        tokens = language.encode(text)
+        if len(tokens) < needed:
+            raise ConfigError(f"text {part} has only {len(tokens)} tokens, a prompt takes {needed}: add text")
+        texts.append(tokens)
+    return Prepared(config, RunFolder(run, config), taps, language, *texts)
+
+
+class Run:
+    """One run, from loading to the summary, which is written however the run ends."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.config, self.folder, self.taps, self.language, self._train_text, self._held_out_text = prepared
+        self.training: train.Training | None = None
+        self.summary: dict[str, Any] = {
+            "status": "running",
+            "versions": {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            "backend": BACKEND,
+            "options": self.config.as_json(),
+            "seconds": {},
+        }
+        self._console = Console()
+        self._stage_started = self._started = time.monotonic()
+        self._saved_step = 0
+
+    def complete(self) -> list[str]:
+        """Run everything; return the checks that failed.
+
+        Raises:
+            WorkerError: if a thread failed.
+        """
+        config = self.config
+        # Eight threads share few cores: operators that split up further only get in each other's way.
+        torch.set_num_threads(1)
+        self.folder.begin()
+        self._say(f"{config.targets} target and {config.drafters} drafter threads, torch {torch.__version__}")
+        self._say(
+            f"compiler backend: {BACKEND}"
+            + ("" if cpp_compiler() else " (no C++ compiler found, Inductor needs one on CPU)")
+        )
+        # One after the other in this thread: loading changes settings of the whole process, such as the default dtype.
+        targets = [
+            Target(
+                config.target,
+                self.taps,
+                device,
+                trust_remote_code=config.trust_remote_code,
+                language=self.language,
+            )
+            for device in config.devices()[: config.targets]
+        ]
+        judge = targets[0]
+        self._done("load")
+        references = evaluate.references(config, self._held_out_text, judge)
+        self._done("references")
+        untrained = train.new_drafter(config, judge.shape, len(self.taps), judge.device)
+        block = config.block_size
+        evaluations = {
+            "untrained": evaluate.evaluate(config, judge, lambda: DFlashProposer(untrained, judge, block), references)
+        }
+        self._done("untrained")
+        evaluations["n-gram"] = evaluate.evaluate(config, judge, lambda: NGramProposer(block - 1), references)
+        self._done("n-gram")
+
+        training = self._train(targets)
+        self._done("training")
+        # From disk: what is measured is what was saved.
+        trained = export.load(self.folder.path / DRAFTER, judge.device).drafter
+        evaluations["trained"] = evaluate.evaluate(
+            config, judge, lambda: DFlashProposer(trained, judge, block), references
+        )
+        self._done("trained")
+        self.summary["graphs"] = {
+            "compiled_by_all_threads": training.compiled,
+            "compiled_by_one_thread": train.compiles_of_one_thread(config, self._train_text, judge),
+        }
+        self._done("one thread")
+        self.folder.write_json(EVALUATION, evaluate.raw(evaluations))
+        measured = json.loads((self.folder.path / EVALUATION).read_text())
+        self.summary["evaluation"] = evaluate.summarize(measured, block - 1)
+        self._plot()
+        self._done("plots")
+        failed = [failure for failure, passed in self._checks().items() if not passed]
+        self.summary["failed_checks"] = failed
+        self._print_results()
+        return failed
+
+    def end(self, status: str) -> None:
+        """Save what there is to save, and the summary."""
+        if self.training and status != "complete":
+            self._save_newest(self.training)
+        self.summary["status"] = status
+        self.summary["seconds"]["all"] = round(time.monotonic() - self._started, 1)
+        self.summary["cpu_seconds"] = round(time.process_time(), 1)
+        if self.training and "training" not in self.summary:
+            self.summary["training"] = self._training_summary(self.training)
+        self.folder.write_json(SUMMARY, self.summary)
+
+    def left_behind(self) -> list[str]:
+        """Return the names of threads that could not be ended."""
+        return self.training.crew.running() if self.training else []
+
+    def _train(self, targets: list[Target]) -> train.Training:
+        config = self.config
+        training = self.training = train.Training(config, self._train_text, targets)
+        judge = targets[0]
+        shown: dict[str, str] = {}
+        started = time.monotonic()
+
+        def report(step: int, loss: float) -> None:
+            self.folder.metric("step", step=step, loss=loss, waiting=training.waiting)
+            if (step + 1) % config.save_every == 0:
+                self._save(training.drafters[0], judge, step + 1)
+
+        display = Display(training, self._console)
+
+        def tick() -> None:
+            states = training.monitor.sample()
+            seconds = round(time.monotonic() - started, 2)
+            for name, state in states.items():
+                if shown.get(name) != state:
+                    self.folder.metric("thread", seconds=seconds, thread=name, state=state)
+            shown.update(states)
+            display.tick(states)
+
+        torch.compiler.reset()  # cold for all threads at once, whatever this one has compiled so far
+        try:
+            training.run(report, tick)
+        finally:
+            display.stop()
+        tick()
+        export.save(self.folder.path / DRAFTER, training.drafters[0], judge, config.block_size, config.steps)
+        self._saved_step = config.steps
+        self.summary["training"] = self._training_summary(training)
+        return training
+
+    def _save(self, drafter: Drafter, target: Target, step: int) -> None:
+        """Save weights unless newer ones of this configuration are there, from this run or the one before it."""
+        folder = self.folder.path / DRAFTER
+        if not self._saved_step and (folder / export.WEIGHTS).exists():
+            self._saved_step = export.step_of(folder)
+        if step > self._saved_step:
+            export.save(folder, drafter, target, self.config.block_size, step)
+            self._saved_step = step
+
+    def _save_newest(self, training: train.Training) -> None:
+        replica = training.at_rest()
+        if replica and replica.losses:
+            self._save(replica.drafter, training.targets[0], len(replica.losses))
+
+    def _training_summary(self, training: train.Training) -> dict[str, Any]:
+        losses = training.losses
+        tenth = max(1, len(losses) // 10)
+        lock = statistics().lock
+        return {
+            "steps": len(losses),
+            "saved_step": self._saved_step,
+            "loss_first_tenth": sum(losses[:tenth]) / tenth if losses else None,
+            "loss_last_tenth": sum(losses[-tenth:]) / tenth if losses else None,
+            "largest_difference_between_replicas": (
+                None if training.crew.running() else train.largest_difference(training.drafters)
+            ),
+            "context_tokens": training.tokens,
+            "context_tokens_per_second": round(training.tokens / max(1e-9, training.seconds), 1),
+            "seconds_waited_for_each_others_compiles": round(lock.waited_seconds, 1),
+            "threads": {
+                name: {
+                    "tokens": thread.tokens,
+                    "tokens_per_second": round(thread.tokens_per_second, 1),
+                    "seconds": {state: round(s, 1) for state, s in thread.seconds.items()},
+                }
+                for name, thread in training.monitor.threads.items()
+            },
+        }
+
+    def _checks(self) -> dict[str, bool]:
+        """Return what must be true, by what to say if it is not."""
+        training, graphs, evaluation = (self.summary[part] for part in ("training", "graphs", "evaluation"))
+        drafters = evaluation["drafters"]
+        tau = {name: drafter["tau_not_looping"] for name, drafter in drafters.items()}
+        return {
+            "the loss did not fall": training["loss_last_tenth"] < training["loss_first_tenth"],
+            "output differs from the target's own": all(
+                d["identical"] == evaluation["references"] for d in drafters.values()
+            ),
+            "too few responses do not loop: the evaluation is not valid": evaluation["valid"],
+            f"the trained drafter's acceptance length is below {self.config.tau}": tau["trained"] >= self.config.tau,
+            "the trained drafter is not accepted more than the n-gram drafter": tau["trained"] > tau["n-gram"],
+            "the trained drafter is accepted less than twice as much as the untrained one": (
+                tau["trained"] >= 2 * tau["untrained"]
+            ),
+            "the replicas differ": training["largest_difference_between_replicas"] == 0.0,
+            "the threads compiled another number of graphs than one thread does": (
+                graphs["compiled_by_all_threads"] == graphs["compiled_by_one_thread"]
+            ),
+        }
+
+    def _plot(self) -> None:
+        assert self.training
+        plots.loss(self.folder)
+        plots.threads(self.folder, self.training.seconds)
+        drafters = self.summary["evaluation"]["drafters"]
+        plots.acceptance(self.folder, {name: d["acceptance_by_position_not_looping"] for name, d in drafters.items()})
+
+    def _print_results(self) -> None:
+        training, graphs, evaluation = (self.summary[part] for part in ("training", "graphs", "evaluation"))
+        first, last = training["loss_first_tenth"], training["loss_last_tenth"]
+        looping = evaluation["references"] - evaluation["not_looping"]
+        self._say(f"\nloss {first:.3f} in the first tenth of the steps, {last:.3f} in the last")
+        self._say(
+            f"\nspeculative decoding of {evaluation['references']} held-out prompts, {looping} of them with responses that loop"
+        )
+        self._say(
+            f"{'drafter':10} {'acceptance length':>18} {'without loops':>14} {'target passes':>14} {'drafter passes':>15} {'identical':>10}"
+        )
+        for name, drafter in evaluation["drafters"].items():
+            self._say(
+                f"{name:10} {drafter['tau']:18.2f} {_number(drafter['tau_not_looping']):>14} {drafter['target_forwards']:14} "
+                f"{drafter['drafter_forwards']:15} {drafter['identical']:7}/{evaluation['references']}"
+            )
+        self._say(f"\nlargest difference between replicas: {training['largest_difference_between_replicas']}")
+        self._say(
+            f"graphs compiled by all threads: {graphs['compiled_by_all_threads']}, by one thread alone: {graphs['compiled_by_one_thread']}"
+        )
+        self._say("seconds: " + ", ".join(f"{stage} {s:.0f}" for stage, s in self.summary["seconds"].items()))
+
+    def _done(self, stage: str) -> None:
         """End a stage that began where the one before it ended."""
         now = time.monotonic()
-        self.seconds[stage] = now - self._started
-        self._started = now
+        self.summary["seconds"][stage] = round(now - self._stage_started, 1)
+        self.folder.metric("stage", stage=stage, seconds=self.summary["seconds"][stage])
+        self._stage_started = now
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
 
 
-def options(arguments: list[str]) -> Config:
-    """Read and check the command line."""
-    parser = argparse.ArgumentParser(description="Train a DFlash drafter in several threads and measure it.")
-    parser.add_argument("--preset", choices=PRESETS, default="demo", help="where the other options start (%(default)s)")
-    for name, meaning in (
-        ("steps", "training steps"),
-        ("targets", "target threads"),
-        ("drafters", "drafter threads"),
-        ("seed", "everything random follows from it"),
-    ):
-        parser.add_argument(f"--{name}", type=int, help=meaning)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the threads run")
-    given = vars(parser.parse_args(arguments))
-    preset = PRESETS[given.pop("preset")]
-    config = replace(preset(), **{name: value for name, value in given.items() if value is not None})
-    try:
-        config.validate()
-    except ConfigError as error:
-        parser.error(str(error))
-    return config
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
-def run(config: Config) -> list[str]:
-    """Run everything; return the checks that failed."""
-    stages = Stages()
-    torch.set_num_threads(
-        1
-    )  # eight threads share few cores: operators that split up further only get in each other's way
-    print(
-        f"{config.targets} target and {config.drafters} drafter threads on {config.device}, torch {torch.__version__}"
-    )
-    print(
-        f"compiler backend: {BACKEND}"
-        + ("" if cpp_compiler() else " (no C++ compiler found, Inductor needs one on CPU)")
-    )
-
-    corpus = data.load_corpus()
-    # One after the other in this thread: loading changes settings of the whole process, such as the default dtype.
-    devices = config.devices()[: config.targets]
-    taps = config.taps or tapped_layers(Target(config.target, (0,), devices[0]).shape.layers, 5)
-    targets = [Target(config.target, taps, device) for device in devices]
-    stages.done("load")
-
-    judge = targets[0]
-    references = evaluate.references(config, corpus.held_out, judge)
-    stages.done("references")
-    untrained = train.new_drafter(config, judge.shape, len(taps), judge.device)
-    # A quarter of the prompts: next to no draft is accepted, so that each token costs a pass of both models.
-    quarter = references[: max(1, len(references) // 4)]
-    before = evaluate.evaluate(config, judge, lambda: DFlashProposer(untrained, judge, config.block_size), quarter)
-    stages.done("untrained")
-    ngram = evaluate.evaluate(config, judge, lambda: NGramProposer(config.block_size - 1), references)
-    stages.done("n-gram")
-
-    def report(step: int, loss: float, waiting: int) -> None:
-        if step % 20 == 0 or step == config.steps - 1:
-            print(f"step {step:4d}  loss {loss:6.3f}  batches of work waiting {waiting}", flush=True)
-
-    trained = train.train(config, corpus.train, targets, report)
-    stages.done("training")
-    drafter = trained.drafters[0].to(judge.device)
-    after = evaluate.evaluate(config, judge, lambda: DFlashProposer(drafter, judge, config.block_size), references)
-    stages.done("trained")
-
-    tenth = max(1, config.steps // 10)
-    first, last = (sum(part) / tenth for part in (trained.losses[:tenth], trained.losses[-tenth:]))
-    looping = sum(r.loops for r in references)
-    print(f"\nloss {first:.3f} in the first tenth of the steps, {last:.3f} in the last")
-    print(f"\nspeculative decoding of {len(references)} held-out prompts, {looping} of them with responses that loop")
-    print(f"{'drafter':10} {'acceptance length':>18} {'without loops':>14} {'target passes':>14} {'identical':>10}")
-    for name, result in (("untrained", before), ("n-gram", ngram), ("trained", after)):
-        lengths = (
-            f"{result.acceptance_length(with_loops=True):18.2f} {result.acceptance_length(with_loops=False):14.2f}"
-        )
-        print(f"{name:10} {lengths} {result.target_passes:14} {result.identical:7}/{len(result.references)}")
-    print(f"\nlargest difference between replicas: {trained.largest_difference}")
-    compiles = statistics()
-    print(
-        f"graphs compiled by all threads: {compiles.compiled}; seconds waited for each other's compiles: {compiles.lock.waited_seconds:.1f}"
-    )
-    print(f"context tokens per second: {trained.tokens / trained.seconds:.0f}")
-    print("seconds waiting for work: " + ", ".join(f"{s:.1f}" for s in trained.waiting_seconds))
-    print("seconds: " + ", ".join(f"{stage} {s:.1f}" for stage, s in stages.seconds.items()), end="")
-    print(f", in all {sum(stages.seconds.values()):.1f}")
-
-    checks = {
-        "the loss did not fall": last < first,
-        "the trained drafter is not accepted more than the untrained one": (
-            after.acceptance_length(with_loops=True) > before.acceptance_length(with_loops=True)
-        ),
-        "output differs from the target's own": all(e.identical == len(e.references) for e in (before, ngram, after)),
-        "too few responses do not loop: the evaluation is not valid": len(references) - looping
-        >= len(references) // 2
-        > 0,
-        "the replicas differ": trained.largest_difference == 0.0,
-    }
-    return [failure for failure, passed in checks.items() if not passed]
-
-
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Return the exit code."""
-    config = options(sys.argv[1:])
+    run: Run | None = None
     try:
-        failed = run(config)
+        run = Run(prepare(*options(arguments)))
+        try:
+            failed = run.complete()
+        except KeyboardInterrupt:
+            run.end("interrupted")
+            print(f"\ninterrupted; all there is was saved to {run.folder.path}", file=sys.stderr)
+            return 130
+        except Exception as error:
+            run.summary["error"] = str(error)
+            run.end("failed")
+            if isinstance(error, WorkerError):
+                traceback.print_exception(error.__cause__)
+            raise
+        run.end("complete")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except WorkerError as error:
         print(f"stopped: {error}", file=sys.stderr)
-        raise
+        return 1
+    except KeyboardInterrupt:  # before there was anything to save, or a second one
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    finally:
+        if run is not None and (left := run.left_behind()):
+            print(f"left behind: {', '.join(left)}", file=sys.stderr, flush=True)
     for failure in failed:
         print(f"FAILED: {failure}", file=sys.stderr)
-    print("failed" if failed else "all checks passed")
+    print(f"{'failed' if failed else 'all checks passed'}; results are in {run.folder.path}")
     return 1 if failed else 0
 
 
+def leave(code: int) -> None:
+    """End the process with ``code``, whatever threads still do; they are at most inside a compile."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main(sys.argv[1:]))

@@ -6,16 +6,22 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 import data
 from config import Config
-from speculative import Decoded, Proposer, greedy, speculate
+from speculative import Decoded, Proposer, acceptance_length, greedy, speculate
 from target import Target
 
 LOOP_WINDOW = 64
 LOOP_PERIOD = 32
+NOT_LOOPING_NEEDED = 8
+"""With fewer references that do not loop, an evaluation says little, and is called not valid."""
+
+_MOST_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -58,33 +64,58 @@ class Evaluation:
         """Forward passes of the target, all prompts together."""
         return sum(d.target_passes for d in self.decoded)
 
-    def acceptance_length(self, *, with_loops: bool) -> float:
-        """Return the mean over the responses of each response's mean (paper, equation 1); not a number without any.
+    @property
+    def draft_passes(self) -> int:
+        """Forward passes of the drafter, all prompts together."""
+        return sum(d.draft_passes for d in self.decoded)
 
-        Args:
-            with_loops: count responses that end in a loop, too.
-        """
-        counted = zip(self.decoded, self.references, strict=True)
-        lengths = [d.acceptance_length for d, r in counted if d.accepted and (with_loops or not r.loops)]
-        return sum(lengths) / len(lengths) if lengths else math.nan
+    def accepted(self, *, with_loops: bool = True) -> list[list[int]]:
+        """Return the accepted drafts of each cycle of each response; responses that end in a loop only if asked for."""
+        pairs = zip(self.decoded, self.references, strict=True)
+        return [d.accepted for d, r in pairs if d.accepted and (with_loops or not r.loops)]
+
+
+def tau(accepted: list[list[int]]) -> float:
+    """Return the mean over responses of each one's acceptance length (paper, equation 1); not a number without any.
+
+    Args:
+        accepted: for each response, the accepted drafts of each cycle.
+    """
+    lengths = [acceptance_length(cycles) for cycles in accepted]
+    return sum(lengths) / len(lengths) if lengths else math.nan
+
+
+def acceptance_by_position(accepted: list[list[int]], drafts: int) -> list[float]:
+    """Return for draft slots 1 to ``drafts`` the share of all cycles in which that slot and all before it were accepted."""
+    cycles = [a for response in accepted for a in response]
+    return [sum(a >= slot for a in cycles) / len(cycles) if cycles else math.nan for slot in range(1, drafts + 1)]
 
 
 def references(config: Config, held_out: Tensor, target: Target) -> list[Reference]:
     """Draw the prompts and decode them with the target alone.
 
-    At most half of the responses may loop: a prompt whose response would be one more is passed over. There may be fewer than
-    ``config.eval_prompts`` if the target loops nearly always.
+    At most a quarter of the responses may loop, as far as there are others. Which prompts to take is found out with batches, whose
+    rounding may differ from that of decoding one prompt; the references are then decoded one by one.
     """
-    found: list[Reference] = []
-    for i in range(4 * config.eval_prompts):
-        if len(found) == config.eval_prompts:
+    wanted = config.eval_prompts
+    straight: list[Tensor] = []
+    looping: list[Tensor] = []
+    for batch in range(_MOST_BATCHES):
+        if len(straight) >= wanted - wanted // 4 and len(straight) + len(looping) >= wanted:
             break
-        rng = data.generator(config.seed, "evaluation", i)
-        prompt = data.window(held_out, config.eval_prompt_length, rng).to(target.device)
-        reference = Reference(prompt, greedy(target, prompt, config.eval_new_tokens))
-        if not reference.loops or sum(r.loops for r in found) < config.eval_prompts // 2:
-            found.append(reference)
-    return found
+        prompts = torch.stack(
+            [
+                data.window(held_out, config.eval_prompt_length, data.generator(config.seed, "evaluation", batch, i))
+                for i in range(wanted)
+            ]
+        ).to(target.device)
+        greedily = torch.zeros(wanted, device=target.device)
+        responses = target.respond(prompts, greedily, greedily.unsqueeze(1).repeat(1, config.eval_new_tokens))
+        for prompt, response in zip(prompts, responses[:, config.eval_prompt_length :].tolist(), strict=True):
+            (looping if Reference(prompt, response).loops else straight).append(prompt)
+    taken_loops = min(len(looping), max(wanted // 4, wanted - len(straight)))
+    chosen = straight[: wanted - taken_loops] + looping[:taken_loops]
+    return [Reference(prompt, greedy(target, prompt, config.eval_new_tokens)) for prompt in chosen]
 
 
 def evaluate(config: Config, target: Target, proposer: Callable[[], Proposer], against: list[Reference]) -> Evaluation:
@@ -99,3 +130,54 @@ def evaluate(config: Config, target: Target, proposer: Callable[[], Proposer], a
     started = time.monotonic()
     decoded = [speculate(target, proposer(), r.prompt, config.eval_new_tokens) for r in against]
     return Evaluation(against, decoded, time.monotonic() - started)
+
+
+def raw(evaluations: dict[str, Evaluation]) -> dict[str, Any]:
+    """Return what was measured, in JSON's types, before any mean is taken; all evaluations have the same references."""
+    against = next(iter(evaluations.values())).references
+    return {
+        "references": [{"prompt_tokens": len(r.prompt), "tokens": len(r.tokens), "loops": r.loops} for r in against],
+        "drafters": {
+            name: [
+                {
+                    "accepted": d.accepted,
+                    "identical": d.tokens == r.tokens,
+                    "target_forwards": d.target_passes,
+                    "drafter_forwards": d.draft_passes,
+                }
+                for d, r in zip(evaluation.decoded, evaluation.references, strict=True)
+            ]
+            for name, evaluation in evaluations.items()
+        },
+    }
+
+
+def summarize(measured: dict[str, Any], drafts: int) -> dict[str, Any]:
+    """Compute everything that is reported from the raw numbers alone.
+
+    Args:
+        measured: from `raw`.
+        drafts: draft slots, ``B - 1``.
+    """
+    loops = [r["loops"] for r in measured["references"]]
+    not_looping = loops.count(False)
+    drafters = {}
+    for name, responses in measured["drafters"].items():
+        accepted = [r["accepted"] for r in responses if r["accepted"]]
+        straight = [r["accepted"] for r, looped in zip(responses, loops, strict=True) if r["accepted"] and not looped]
+        drafters[name] = {
+            "tau": tau(accepted),
+            "tau_not_looping": tau(straight),
+            "identical": sum(r["identical"] for r in responses),
+            "target_forwards": sum(r["target_forwards"] for r in responses),
+            "drafter_forwards": sum(r["drafter_forwards"] for r in responses),
+            "acceptance_by_position": acceptance_by_position(accepted, drafts),
+            "acceptance_by_position_not_looping": acceptance_by_position(straight, drafts),
+        }
+    return {
+        "valid": not_looping >= NOT_LOOPING_NEEDED,
+        "references": len(loops),
+        "not_looping": not_looping,
+        "not_looping_needed": NOT_LOOPING_NEEDED,
+        "drafters": drafters,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from safecompile import capture_context
 
@@ -77,6 +77,11 @@ class OrderedQueue(Generic[T]):
             self._changed.notify_all()
             return item
 
+    def check(self) -> None:
+        """Raise `Stopped` if the run is over, without waiting."""
+        if self._stopped:
+            raise Stopped
+
     def stop(self) -> None:
         """End every wait, now and later, with `Stopped`."""
         with self._changed:
@@ -121,6 +126,16 @@ class Tickets(Generic[T]):
             return next(self._items)
 
 
+class Member(NamedTuple):
+    """A thread of a crew, and the event that it has ended.
+
+    Not ``Thread.is_alive``: an interrupt (Ctrl-C) inside ``Thread.join`` makes Python 3.11 take a running thread for ended.
+    """
+
+    thread: threading.Thread
+    ended: threading.Event
+
+
 class Crew:
     """A group of named threads that ends as one.
 
@@ -130,7 +145,7 @@ class Crew:
 
     def __init__(self, stops: Iterable[Callable[[], None]]) -> None:
         self._stops = list(stops)
-        self._threads: list[threading.Thread] = []
+        self._members: list[Member] = []
         self._lock = threading.Lock()
         self._failure: tuple[str, BaseException] | None = None  # guarded by _lock; the first one stays
 
@@ -141,19 +156,22 @@ class Crew:
         defaults in a new one; `capture_context` carries this thread's settings over.
         """
         context = capture_context()
+        ended = threading.Event()
 
         def run() -> None:
             try:
                 context.run(work)
             except Stopped:
                 pass
-            except BaseException as error:  # whatever it is, it ends the run and is raised in `join`
+            except BaseException as error:  # whatever it is, it ends the run and is raised in `check`
                 with self._lock:
                     self._failure = self._failure or (name, error)
                 self.stop()
+            finally:
+                ended.set()
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads.append(thread)
+        self._members.append(Member(thread, ended))  # before it starts: an interrupt must not lose it
         thread.start()
 
     def stop(self) -> None:
@@ -161,26 +179,44 @@ class Crew:
         for stop in self._stops:
             stop()
 
-    def join(self, grace: float = 10.0) -> None:
-        """Wait for all threads, or, once one has failed, for at most ``grace`` seconds more.
+    def running(self) -> list[str]:
+        """Return the names of the threads that have begun and not ended."""
+        return [m.thread.name for m in self._running()]
 
-        An interrupt of the waiting thread (Ctrl-C) stops the others in the same way before it goes on.
+    def wait(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until all threads have ended or one has failed; ``tick`` is called in this thread about ten times a second."""
+        while not self._failure and (running := self._running()):
+            running[0].ended.wait(timeout=0.1)
+            tick()
+
+    def end(self, grace: float = 8.0) -> None:
+        """Stop all threads and wait until they have ended, for at most ``grace`` seconds.
+
+        A thread inside a long operation, such as a compile, cannot be stopped, and may be left behind.
+        """
+        if self._running():
+            self.stop()
+        deadline = time.monotonic() + grace
+        for member in self._running():
+            member.ended.wait(timeout=max(0.0, deadline - time.monotonic()))
+
+    def check(self) -> None:
+        """Raise `WorkerError` from the error of the first thread that failed, if any did."""
+        if self._failure:
+            name, error = self._failure
+            raise WorkerError(name, error, self.running()) from error
+
+    def join(self, grace: float = 8.0, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait for all threads; once one has failed or this one is interrupted (Ctrl-C), end them all.
 
         Raises:
             WorkerError: from the error of the first thread that failed.
         """
         try:
-            while not self._failure and (alive := self._alive()):
-                alive[0].join(timeout=0.1)
+            self.wait(tick)
         finally:
-            if self._alive():
-                self.stop()
-            deadline = time.monotonic() + grace
-            for thread in self._alive():
-                thread.join(timeout=max(0.0, deadline - time.monotonic()))
-        if self._failure:
-            name, error = self._failure
-            raise WorkerError(name, error, [t.name for t in self._alive()]) from error
+            self.end(grace)
+        self.check()
 
-    def _alive(self) -> list[threading.Thread]:
-        return [t for t in self._threads if t.is_alive()]
+    def _running(self) -> list[Member]:
+        return [m for m in self._members if m.thread.ident is not None and not m.ended.is_set()]

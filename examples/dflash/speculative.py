@@ -8,13 +8,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-import data
 from drafter import Drafter, KeysValues
 from target import Target
 
 
 class Proposer(Protocol):
-    """Something that drafts tokens for one request."""
+    """Something that drafts tokens for one request.
+
+    Attributes:
+        passes: forward passes of a drafter made so far.
+    """
+
+    passes: int
 
     def propose(self, known: list[int], features: Tensor) -> Tensor:
         """Draft the tokens that follow.
@@ -32,6 +37,8 @@ class Proposer(Protocol):
 class NGramProposer:
     """Draft what followed the last time the newest tokens occurred: the drafter that needs no training."""
 
+    passes = 0
+
     def __init__(self, drafts: int, longest: int = 4) -> None:
         self._drafts = drafts
         self._longest = longest
@@ -45,7 +52,7 @@ class NGramProposer:
             if (match := next((s for s in starts if known[s : s + size] == end), None)) is not None:
                 following = known[match + size : match + size + self._drafts]
                 break
-        filled = following + [data.EOS_ID] * (self._drafts - len(following))
+        filled = following + [0] * (self._drafts - len(following))
         return torch.tensor(filled, device=features.device)
 
 
@@ -55,14 +62,20 @@ class DFlashProposer:
     def __init__(self, drafter: Drafter, target: Target, block_size: int) -> None:
         self._drafter = drafter
         self._target = target
+        self.passes = 0
         self._vocabulary = target.vocabulary(target.device)
-        self._block = torch.full((1, block_size), data.MASK_ID, device=target.device)
+        self._block = torch.full((1, block_size), target.language.mask_id, device=target.device)
         self._slots = torch.arange(block_size, device=target.device).unsqueeze(0)
         self._context: list[KeysValues] = []
 
     @torch.no_grad()
     def propose(self, known: list[int], features: Tensor) -> Tensor:
-        """See `Proposer`. Keys and values of the block are not kept: all that is kept lies before the next block, and is visible."""
+        """See `Proposer`. Keys and values of the block are not kept: all that is kept lies before the next block, and is visible.
+
+        The block is the anchor and mask tokens at absolute positions; slot ``k``'s output predicts the token at its own position
+        (paper, section 4.1).
+        """
+        self.passes += 1
         start = len(known) - 1
         new = self._drafter.context(
             features, torch.arange(start - features.shape[1], start, device=features.device).unsqueeze(0)
@@ -83,7 +96,7 @@ class Decoded:
     Attributes:
         tokens: the new tokens.
         accepted: for each cycle, how many drafted tokens the target agreed with.
-        target_passes, draft_passes: forward passes made, the prompt's included.
+        target_passes, draft_passes: forward passes counted where they are made, the prompt's included.
     """
 
     tokens: list[int]
@@ -91,10 +104,13 @@ class Decoded:
     target_passes: int
     draft_passes: int
 
-    @property
-    def acceptance_length(self) -> float:
-        """Mean number of tokens a cycle yields, the target's own included: from 1 to the block size (paper, equation 1)."""
-        return sum(a + 1 for a in self.accepted) / len(self.accepted)
+
+def acceptance_length(accepted: list[int]) -> float:
+    """Return tau of one response: the mean number of tokens a cycle yields (paper, equation 1).
+
+    Each cycle yields the accepted drafts and the target's own token after them, so that tau goes from 1 to the block size.
+    """
+    return sum(a + 1 for a in accepted) / len(accepted)
 
 
 @torch.no_grad()
@@ -103,7 +119,7 @@ def greedy(target: Target, prompt: Tensor, new_tokens: int) -> list[int]:
     cache = target.new_cache()
     step = prompt.unsqueeze(0)
     tokens: list[int] = []
-    while len(tokens) < new_tokens and data.EOS_ID not in tokens[-1:]:
+    while len(tokens) < new_tokens and not _ended(target, tokens):
         step = target.logits(target.forward(step, cache).normed[:, -1:]).argmax(-1)
         tokens.append(int(step))
     return tokens
@@ -115,7 +131,7 @@ def speculate(target: Target, proposer: Proposer, prompt: Tensor, new_tokens: in
     same argmax, as they do in float32 but for exact near-ties.
 
     Each cycle drafts a block after the anchor, lets the target read anchor and drafts in one pass, and accepts the drafts up
-    to the first that the target would not have chosen itself; the target's choice there is the next anchor.
+    to the first that the target would not have chosen itself; the target's choice there is the next anchor (paper, section 3).
 
     Args:
         target: the target; its device is where everything happens.
@@ -123,28 +139,32 @@ def speculate(target: Target, proposer: Proposer, prompt: Tensor, new_tokens: in
         prompt: int64 ``[P]``.
         new_tokens: length of the response, unless the end of text comes first.
     """
+    target_passes, draft_passes = target.passes, proposer.passes
     cache = target.new_cache()
     known = prompt.tolist()
     features = target.forward(prompt.unsqueeze(0), cache)
     tapped = features.tapped
     tokens = [int(target.logits(features.normed[0, -1]).argmax())]
     accepted: list[int] = []
-    while len(tokens) < new_tokens and tokens[-1] != data.EOS_ID:
+    while len(tokens) < new_tokens and not _ended(target, tokens):
         drafts = proposer.propose(known + tokens, tapped)
         block = torch.cat((drafts.new_tensor(tokens[-1:]), drafts))
         features = target.forward(block.unsqueeze(0), cache)
         chosen = target.logits(features.normed[0]).argmax(-1)
         agreed = int((drafts == chosen[:-1]).cumprod(0).sum())
         fresh = [*drafts[:agreed].tolist(), int(chosen[agreed])]
-        if data.EOS_ID in fresh:
-            fresh = fresh[: fresh.index(data.EOS_ID) + 1]
-        tokens += fresh
+        end = next((i for i, token in enumerate(fresh) if token in target.language.eos_ids), len(fresh))
+        tokens += fresh[: end + 1]
         accepted.append(agreed)
         # The refused drafts leave the cache; crop() takes the number to remove as a negative, and 0 would be no number.
         if refused := len(drafts) - agreed:
             cache.crop(-refused)
         tapped = features.tapped[:, : agreed + 1]
-    return Decoded(tokens[:new_tokens], accepted, target_passes=1 + len(accepted), draft_passes=len(accepted))
+    return Decoded(tokens[:new_tokens], accepted, target.passes - target_passes, proposer.passes - draft_passes)
+
+
+def _ended(target: Target, tokens: list[int]) -> bool:
+    return bool(tokens) and tokens[-1] in target.language.eos_ids
 
 
 def _append(old: KeysValues, new: KeysValues) -> KeysValues:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+import data
 from backend import BACKEND
 from config import ConfigError
 from safecompile import thread_safe_compile
@@ -72,48 +73,161 @@ def tapped_layers(target_layers: int, taps: int) -> tuple[int, ...]:
     return ids
 
 
-class Target:
-    """A frozen causal language model of the Hugging Face kind, in evaluation mode, used by one thread at a time."""
+@dataclass(frozen=True)
+class Language:
+    """What a target's token ids mean.
 
-    def __init__(self, folder: Path, taps: tuple[int, ...], device: torch.device) -> None:
-        """Load the model from ``folder``, which must hold safetensors; nothing is downloaded and no code of it is run.
+    Attributes:
+        encode: turns text into ids, int32 ``[n]``.
+        eos_ids: ids that end a text, in ascending order; there may be none.
+        mask_id: the id whose embedding fills draft slots: one the text never has (paper, section 4.2).
+        vocab_size: rows of the embedding.
+    """
+
+    encode: Callable[[bytes], Tensor]
+    eos_ids: tuple[int, ...]
+    mask_id: int
+    vocab_size: int
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read the model's configuration alone, which is quick.
+
+    Raises:
+        ConfigError: if there is none that transformers can read.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever is wrong with the folder
+        raise ConfigError(f"target is {folder}, and its configuration cannot be read: {error}") from error
+
+
+def shape_of(config: PretrainedConfig) -> TargetShape:
+    """Return the sizes, with the usual defaults for what a model's configuration leaves out.
+
+    Raises:
+        ConfigError: if there are no layers, heads or widths in it.
+    """
+    try:
+        heads = config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {}
+        return TargetShape(
+            hidden_size=config.hidden_size,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rope_theta=rope.get("rope_theta", 10000.0),
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            initializer_range=getattr(config, "initializer_range", 0.02),
+        )
+    except AttributeError as error:
+        raise ConfigError(f"the target is no decoder that the example knows: {error}") from error
+
+
+def choose_taps(taps: tuple[int, ...] | None, shape: TargetShape) -> tuple[int, ...]:
+    """Return ``taps``, or the paper's five if None.
+
+    Raises:
+        ConfigError: if the target has no such layers.
+    """
+    if taps is None:
+        return tapped_layers(shape.layers, 5)
+    if not taps or min(taps) < 0 or max(taps) >= shape.layers:
+        raise ConfigError(f"taps {taps} must be layers of the target, 0 to {shape.layers - 1}")
+    return taps
+
+
+def language_of(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Language:
+    """Return the language of the target in ``folder``: its tokenizer's, or bytes if it has no tokenizer.
+
+    With a tokenizer, the mask token is its own or the first id past the tokenizer, which embeddings padded to a round size have
+    room for (published drafters of Qwen3 do the same).
+
+    Raises:
+        ConfigError: if there is no room for the mask token, or no tokenizer and too few ids for bytes.
+    """
+    eos = getattr(config, "eos_token_id", None)
+    eos_ids = tuple(sorted(eos)) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        if config.vocab_size < data.VOCAB_SIZE:
+            raise ConfigError(
+                f"target is {folder}: without a tokenizer a byte is a token, which takes {data.VOCAB_SIZE} ids, "
+                f"but the model has {config.vocab_size}"
+            )
+        return Language(data.encode, eos_ids, data.MASK_ID, config.vocab_size)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+
+    def encode(text: bytes) -> Tensor:
+        ids = tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int32)
+
+    mask_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+    if mask_id >= config.vocab_size:
+        raise ConfigError(
+            f"target is {folder}: all {config.vocab_size} ids are taken, there is none for the mask token"
+        )
+    return Language(encode, eos_ids, mask_id, config.vocab_size)
+
+
+def _nothing() -> None:
+    pass
+
+
+class Target:
+    """A frozen causal language model of the Hugging Face kind, in evaluation mode, used by one thread at a time.
+
+    Attributes:
+        passes: forward passes made so far.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        taps: tuple[int, ...] | None,
+        device: torch.device,
+        *,
+        trust_remote_code: bool = False,
+        language: Language | None = None,
+    ) -> None:
+        """Load the model from ``folder``, which must hold safetensors; nothing is downloaded.
+
+        Args:
+            folder: in Hugging Face's layout.
+            taps: see `choose_taps`.
+            device: where it runs.
+            trust_remote_code: run Python files of that folder, if it has any.
+            language: of a target loaded before from the same folder: a tokenizer need not be read again.
 
         Raises:
-            ConfigError: if a tap is not a layer of the model.
+            ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind.
         """
+        config = read_config(folder, trust_remote_code=trust_remote_code)
         self.device = device
-        self.taps = taps
+        self.shape = shape_of(config)
+        self.taps = choose_taps(taps, self.shape)
+        self.language = language or language_of(folder, config, trust_remote_code=trust_remote_code)
+        self.passes = 0
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            dtype=torch.float32,
         )
         self.model.to(device).eval().requires_grad_(False)
         self._decoder: nn.Module = self.model.get_decoder()
-        layers = self._decoder.layers
-        if not taps or min(taps) < 0 or max(taps) >= len(layers):
-            raise ConfigError(f"taps {taps} must be layers of the target, 0 to {len(layers) - 1}")
+        layers = getattr(self._decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ConfigError(f"target is {folder}: a {type(self.model).__name__} has no list of layers to tap")
         # The name that transformers gives the cache changed within version 5, and an unknown name is ignored in silence.
         names = inspect.signature(self._decoder.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         # A hook on a few layers keeps only these outputs; asking the model for its hidden states keeps those of all layers.
         self._outputs: dict[int, Tensor] = {}
-        for tap in taps:
+        for tap in self.taps:
             layers[tap].register_forward_hook(self._keeper(tap))
-
-    @property
-    def shape(self) -> TargetShape:
-        """The model's sizes."""
-        config = self.model.config
-        return TargetShape(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rope_theta=config.rope_parameters["rope_theta"],
-            rms_norm_eps=config.rms_norm_eps,
-            initializer_range=config.initializer_range,
-        )
 
     def vocabulary(self, device: torch.device) -> Vocabulary:
         """Return the embedding and the head on ``device``."""
@@ -125,6 +239,7 @@ class Target:
     @torch.no_grad()
     def forward(self, tokens: Tensor, cache: DynamicCache | None = None) -> Features:
         """Run the model on ``[batch, tokens]``, after what is in ``cache`` (which grows)."""
+        self.passes += 1
         caching = {self._cache_name: cache, "use_cache": cache is not None}
         normed = self._decoder(input_ids=tokens, **caching).last_hidden_state
         tapped = torch.cat([self._outputs.pop(tap) for tap in self.taps], dim=-1)
@@ -141,13 +256,16 @@ class Target:
         return DynamicCache(config=self.model.config)
 
     @torch.no_grad()
-    def respond(self, prompts: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
+    def respond(
+        self, prompts: Tensor, temperatures: Tensor, noise: Tensor, check: Callable[[], None] = _nothing
+    ) -> Tensor:
         """Continue each prompt with the target's own choice of tokens.
 
         Args:
             prompts: int64 ``[batch, P]``.
             temperatures: float32 ``[batch]``; 0 is greedy.
             noise: float32 ``[batch, R]``, uniform in [0, 1): the only randomness there is.
+            check: called before each token; may raise to give up.
 
         Returns:
             Prompts and responses, int64 ``[batch, P + R]``.
@@ -155,6 +273,7 @@ class Target:
         cache = self.new_cache()
         pieces, step = [prompts], prompts
         for column in noise.unbind(1):
+            check()
             logits = self.logits(self.forward(step, cache).normed[:, -1])
             step = choose(logits, temperatures, column).unsqueeze(1)
             pieces.append(step)

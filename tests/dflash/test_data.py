@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import data
+from config import ConfigError
 
 
 def test_bytes_survive_encoding() -> None:
@@ -19,21 +20,33 @@ def test_bytes_survive_encoding() -> None:
 
 
 def test_the_parts_are_whole_files_split_by_name(tmp_path: Path) -> None:
-    names = [f"module_{i}.py" for i in range(64)]
+    names = [f"module_{i}.txt" for i in range(64)]
     for name in names:
         (tmp_path / name).write_text(f"<{name}>")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "test_x.py").write_text("left out")
+    (tmp_path / "picture").write_bytes(b"\x89PNG\x00\xff")
     corpus = data.load_corpus(tmp_path)
-    held_out = "".join(f"<{n}>" for n in sorted(names) if data.is_held_out(n))
-    train = "".join(f"<{n}>" for n in sorted(names) if not data.is_held_out(n))
-    assert bytes(corpus.held_out.tolist()).decode() == held_out
-    assert bytes(corpus.train.tolist()).decode() == train
+    assert corpus.held_out.decode() == "".join(f"<{n}>" for n in sorted(names) if data.is_held_out(n))
+    assert corpus.train.decode() == "".join(f"<{n}>" for n in sorted(names) if not data.is_held_out(n))
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no text"):
+def test_of_few_files_the_end_of_the_text_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "book").write_text("x" * 150 + "y" * 10)
+    corpus = data.load_corpus(tmp_path)
+    assert corpus == data.Corpus(b"x" * 150, b"y" * 10)
+
+
+def test_the_standard_library_is_the_text_without_a_folder() -> None:
+    corpus = data.load_corpus()
+    assert b"class Thread" in corpus.train + corpus.held_out
+    assert 10 * len(corpus.held_out) < len(corpus.train)
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "picture").write_bytes(b"\x89PNG\x00\xff")
+    with pytest.raises(ConfigError, match="no text"):
         data.load_corpus(tmp_path)
+    with pytest.raises(ConfigError, match="no folder"):
+        data.load_corpus(tmp_path / "absent")
 
 
 def test_a_generator_follows_from_its_key_alone() -> None:
@@ -46,9 +59,9 @@ def test_a_generator_follows_from_its_key_alone() -> None:
 
 
 def test_a_window_is_a_piece_of_the_text() -> None:
-    text = torch.arange(50, dtype=torch.uint8)
+    text = torch.arange(50, dtype=torch.int32)
     tokens = data.window(text, 10, data.generator("x"))
-    start = int(tokens[0]) - data.BYTE_OFFSET
-    assert tokens.tolist() == [data.BYTE_OFFSET + start + i for i in range(10)]
-    with pytest.raises(ValueError, match="50 bytes"):
+    start = int(tokens[0])
+    assert tokens.tolist() == list(range(start, start + 10))
+    with pytest.raises(ValueError, match="50 tokens"):
         data.window(text, 51, data.generator("x"))

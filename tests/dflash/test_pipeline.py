@@ -142,19 +142,25 @@ def test_a_thread_that_goes_on_after_a_failure_is_named() -> None:
     assert "still running: stubborn" in str(caught.value)
 
 
-def test_an_interrupt_of_the_waiting_thread_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_of_the_waiting_thread_stops_the_others() -> None:
     queue: OrderedQueue[int] = OrderedQueue(1)
 
     def get() -> None:
         queue.get()
 
-    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
-        monkeypatch.undo()
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
     crew = Crew([queue.stop])
     crew.start("waiting", get)
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        crew.join()
-    assert not any(t.name == "waiting" for t in threading.enumerate())
+        crew.join(tick=interrupted)
+    assert crew.running() == []
+
+
+def test_a_long_operation_can_ask_whether_the_run_is_over() -> None:
+    queue: OrderedQueue[int] = OrderedQueue(1)
+    queue.check()
+    queue.stop()
+    with pytest.raises(Stopped):
+        queue.check()

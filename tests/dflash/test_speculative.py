@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,9 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 
 from torch import Tensor
 
-import data
 from config import Config
-from evaluate import Reference
-from speculative import Decoded, DFlashProposer, NGramProposer, greedy, speculate
+from evaluate import Evaluation, Reference, raw, references, summarize
+from speculative import Decoded, DFlashProposer, NGramProposer, acceptance_length, greedy, speculate
 from target import Target
 from train import new_drafter
 
@@ -33,6 +34,7 @@ class Oracle:
     def __init__(self, truth: list[int], right: int) -> None:
         self._truth, self._right = truth, right
         self.seen: list[tuple[int, int]] = []
+        self.passes = 0
 
     def propose(self, known: list[int], features: Tensor) -> Tensor:
         self.seen.append((len(known) - 1, features.shape[1]))
@@ -98,11 +100,53 @@ def test_a_response_loops_if_its_last_64_tokens_have_a_period_of_at_most_32(toke
 def test_decoding_stops_at_the_end_of_text(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = greedy(target, PROMPT, 24)
     end = next(t for i, t in enumerate(truth) if i >= 4 and t not in truth[:i])
-    monkeypatch.setattr(data, "EOS_ID", end)
+    monkeypatch.setattr(target, "language", replace(target.language, eos_ids=(end, 1000)))
     stopped = greedy(target, PROMPT, 24)
     assert stopped == truth[: truth.index(end) + 1]
     assert speculate(target, Oracle(truth, 4), PROMPT, 24).tokens == stopped
 
 
+def test_forward_passes_are_counted_where_they_are_made(target: Target) -> None:
+    drafter = new_drafter(Config(), target.shape, 3, CPU)
+    before = target.passes
+    decoded = speculate(target, DFlashProposer(drafter, target, 8), PROMPT, 16)
+    assert decoded.target_passes == target.passes - before == len(decoded.accepted) + 1
+    assert decoded.draft_passes == len(decoded.accepted)
+    assert speculate(target, NGramProposer(7), PROMPT, 16).draft_passes == 0
+
+
 def test_acceptance_length_counts_the_targets_own_token() -> None:
-    assert Decoded([1, 2, 3, 4, 5], [0, 1, 2], 4, 3).acceptance_length == 2.0
+    assert acceptance_length([0, 1, 2]) == 2.0
+
+
+def test_everything_reported_follows_from_the_accepts_of_each_cycle() -> None:
+    straight, looping = Reference(PROMPT, list(range(128))), Reference(PROMPT, [7] * 128)
+    decoded = [Decoded(straight.tokens, [0, 1, 2], 4, 3), Decoded(looping.tokens, [3, 3], 3, 2)]
+    measured = json.loads(json.dumps(raw({"some": Evaluation([straight, looping], decoded, 1.0)})))
+    summary = summarize(measured, 3)
+    some = summary["drafters"]["some"]
+    assert (some["tau"], some["tau_not_looping"]) == (3.0, 2.0)
+    assert some["acceptance_by_position"] == [4 / 5, 3 / 5, 2 / 5]
+    assert some["acceptance_by_position_not_looping"] == [2 / 3, 1 / 3, 0]
+    assert (some["identical"], some["target_forwards"], some["drafter_forwards"]) == (2, 7, 5)
+    assert (summary["references"], summary["not_looping"], summary["valid"]) == (2, 1, False)
+
+
+@pytest.mark.parametrize(("straight", "valid"), [(7, False), (8, True)])
+def test_with_fewer_than_8_references_that_do_not_loop_the_evaluation_is_not_valid(straight: int, valid: bool) -> None:
+    references = [Reference(PROMPT, list(range(128)))] * straight + [Reference(PROMPT, [7] * 128)] * 8
+    decoded = [Decoded(r.tokens, [0], 2, 1) for r in references]
+    assert summarize(raw({"some": Evaluation(references, decoded, 1.0)}), 3)["valid"] is valid
+
+
+def test_references_are_the_targets_own_decoding_of_held_out_text(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evaluate._MOST_BATCHES", 2)
+    config = Config(eval_prompts=4, eval_prompt_length=12, eval_new_tokens=70)
+    text = torch.randint(2, 258, (400,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    found = references(config, text, target)
+    assert len(found) == 4
+    for reference in found:
+        assert reference.tokens == greedy(target, reference.prompt, 70)
+        assert reference.prompt.tolist() in [text[i : i + 12].tolist() for i in range(389)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,29 +24,38 @@ from target import Target
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 CPU = torch.device("cpu")
-TEXT = torch.randint(0, 256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+TEXT = torch.randint(2, 258, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
 CONFIG = Config(
-    targets=2,
+    targets=5,
     drafters=3,
     block_size=4,
     prompt_length=8,
-    response_length=16,
+    response_length=8,
+    layers=1,
     sequences=4,
-    uses=2,
+    uses=4,
     batch=2,
     anchors=4,
     chunk_rows=8,
-    steps=5,
+    steps=20,
     queue_depth=1,
 )
 
 
+_loaded: list[Target] = []
+
+
 def targets(folder: Path, count: int) -> list[Target]:
-    return [Target(folder, (0, 2, 3), CPU) for _ in range(count)]
+    """Return targets, loaded once for all tests: nothing in them changes."""
+    while len(_loaded) < count:
+        _loaded.append(Target(folder, (0, 2, 3), CPU))
+    return _loaded[:count]
 
 
-def silent(step: int, loss: float, waiting: int) -> None:
-    pass
+def run(folder: Path, count: int, config: Config = CONFIG) -> train.Training:
+    training = train.Training(replace(config, targets=count), TEXT, targets(folder, count))
+    training.run(lambda step, loss: None)
+    return training
 
 
 def equal(first: train.Work, second: train.Work) -> bool:
@@ -68,53 +78,146 @@ def test_work_follows_from_seed_item_and_replica(tiny_target: Path) -> None:
 def test_only_answers_are_supervised(tiny_target: Path) -> None:
     (target,) = targets(tiny_target, 1)
     work = train.make_work(CONFIG, TEXT, target, 0, 0)
-    assert work.tokens.shape == (4, 24)
+    assert work.tokens.shape == (4, 16)
     assert not work.loss_mask[:, :8].any()
     assert work.loss_mask[:, 8].all()
 
 
-def test_weights_are_equal_bit_for_bit_however_many_threads_make_the_work(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+WORKERS = [f"target-{i}" for i in range(5)] + [f"drafter-{i}" for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def first(tiny_target: Path) -> train.Training:
+    """Return training with one target thread and no delays, to compare with."""
+    return run(tiny_target, 1)
+
+
+def assert_same(training: train.Training, first: train.Training) -> None:
+    assert len(training.losses) == CONFIG.steps
+    assert training.losses == first.losses
+    assert train.largest_difference(training.drafters) == 0.0
+    weights = (training.drafters[0].state_dict(), first.drafters[0].state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_weights_after_20_steps_are_equal_bit_for_bit_however_many_threads_make_the_work(
+    tiny_target: Path, first: train.Training, count: int
 ) -> None:
-    results = []
-    for count in (1, 2, 5):
-        config = replace(CONFIG, targets=count)
-        results.append(train.train(config, TEXT, targets(tiny_target, count), silent))
-
-    made = train.make_work
-
-    def late(config: Config, text: torch.Tensor, target: Target, item: int, replica: int) -> train.Work:
-        time.sleep(0.05 * ((item + replica) % 3))
-        return made(config, text, target, item, replica)
-
-    monkeypatch.setattr(train, "make_work", late)
-    results.append(train.train(CONFIG, TEXT, targets(tiny_target, 2), silent))
-
-    first = results[0]
-    assert len(first.losses) == CONFIG.steps
-    for result in results:
-        assert result.largest_difference == 0.0
-        assert result.losses == first.losses
-        weights = (result.drafters[0].state_dict(), first.drafters[0].state_dict())
-        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_same(run(tiny_target, count), first)
 
 
-@pytest.mark.parametrize("worker", ["target-1", "drafter-2"])
-def test_a_failing_thread_ends_training_with_its_error(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, worker: str
+@pytest.mark.parametrize("late", WORKERS)
+def test_weights_are_equal_when_a_thread_moves_only_while_all_others_wait(
+    tiny_target: Path, first: train.Training, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    def breaking(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            if threading.current_thread().name == worker:
-                raise ArithmeticError("injected")
+    training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
+    held_up: list[str] = []
+    has_work = threading.Event()  # a target that is late from the start would find all work taken
+
+    def delayed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            name = threading.current_thread().name
+            if late.startswith("target") and name.startswith("target") and name != late:
+                assert has_work.wait(60)
+            if name == late:
+                has_work.set()
+                held_up.append(late)
+                while not all_others_wait():
+                    time.sleep(1e-4)
             return original(*args)
 
-        return run
+        return call
 
-    monkeypatch.setattr(train, "make_work", breaking(train.make_work))
-    monkeypatch.setattr(train.Replica, "loss", breaking(train.Replica.loss))
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match=f"'{worker}' failed: ArithmeticError: injected"):
-        train.train(CONFIG, TEXT, targets(tiny_target, 2), silent)
-    assert time.monotonic() - started < 10
-    assert not any(t.name.startswith(("target-", "drafter-")) for t in threading.enumerate())
+    def all_others_wait() -> bool:
+        others = [t.state for name, t in training.monitor.threads.items() if name != late]
+        return len(others) == len(WORKERS) - 1 and all(s == "done" or s.startswith("waits") for s in others)
+
+    monkeypatch.setattr(train, "make_work", delayed(train.make_work))
+    monkeypatch.setattr(train.Replica, "loss", delayed(train.Replica.loss))
+    training.run(lambda step, loss: None)
+    assert len(held_up) >= (1 if late.startswith("target") else CONFIG.steps)
+    assert_same(training, first)
+
+
+def test_another_seed_gives_other_weights(tiny_target: Path, first: train.Training) -> None:
+    assert run(tiny_target, 1, replace(CONFIG, seed=1, steps=2)).losses != first.losses[:2]
+
+
+def test_all_threads_compile_the_graphs_that_one_thread_does(tiny_target: Path) -> None:
+    (target,) = targets(tiny_target, 1)
+    torch.compiler.reset()
+    training = run(tiny_target, 5, replace(CONFIG, steps=2))
+    assert training.compiled == train.compiles_of_one_thread(CONFIG, TEXT, target) == 3
+
+
+def breaking(worker: str, call: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``original`` with a fault in the worker's call of that number."""
+    calls = itertools.count()
+
+    def broken(*args: Any) -> Any:
+        if threading.current_thread().name == worker and next(calls) == call:
+            raise ArithmeticError("injected")
+        return original(*args)
+
+    return broken
+
+
+@pytest.fixture
+def threads_end() -> Iterator[None]:
+    yield
+    assert not any(t.name in WORKERS for t in threading.enumerate())
+
+
+@pytest.mark.usefixtures("threads_end")
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_fault_in_any_thread_ends_training_in_time_with_that_error(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, worker: str
+) -> None:
+    call = 0 if worker.startswith("target") else 3
+    monkeypatch.setattr(train, "make_work", breaking(worker, call, train.make_work))
+    monkeypatch.setattr(train.Replica, "loss", breaking(worker, call, train.Replica.loss))
+    training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
+    with pytest.raises(WorkerError, match=f"'{worker}' failed: ArithmeticError: injected") as caught:
+        training.run(lambda step, loss: None)
+    assert caught.value.still_running == []
+    replica = training.at_rest()
+    assert replica is not None
+    assert replica.losses == training.replicas[0].losses[: len(replica.losses)]
+
+
+@pytest.mark.usefixtures("threads_end")
+@pytest.mark.parametrize("during", ["optimizer", "report", "average"])
+def test_a_fault_in_any_part_of_a_step_ends_training(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    def fail(*args: Any) -> None:
+        raise ArithmeticError("injected")
+
+    if during == "optimizer":
+        monkeypatch.setattr("optimizer.Optimizers.step", fail)
+    if during == "average":
+        monkeypatch.setattr(train.GradientExchange, "average", fail)
+    with pytest.raises(WorkerError, match="injected"):
+        train.Training(CONFIG, TEXT, targets(tiny_target, 5)).run(
+            fail if during == "report" else lambda step, loss: None
+        )
+
+
+@pytest.mark.usefixtures("threads_end")
+@pytest.mark.parametrize("started", range(8))
+def test_an_interrupt_while_threads_are_started_ends_those_that_run(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
+    start, count = training.crew.start, itertools.count()
+
+    def interrupted(name: str, work: Callable[[], None]) -> None:
+        if next(count) == started:
+            raise KeyboardInterrupt
+        start(name, work)
+
+    monkeypatch.setattr(training.crew, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.run(lambda step, loss: None)
+    assert training.crew.running() == []
