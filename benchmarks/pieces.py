@@ -261,7 +261,7 @@ def _waits(stamps: list[float], failed: int) -> dict[str, Any]:
     waits = [end - start for start, end in itertools.pairwise(stamps)]
     return {
         "longest": max(waits),
-        "p99": statistics.quantiles(waits, n=100)[-1] if len(waits) > 1 else waits[0],
+        "p99": statistics.quantiles(waits, n=100, method="inclusive")[-1] if len(waits) > 1 else waits[0],
         "calls": len(waits),
         "failed": failed,
         "seconds": stamps[-1] - stamps[0],

@@ -156,7 +156,7 @@ def report_warm(result: Result) -> Iterable[str]:
 
 
 def report_beside(result: Result) -> Iterable[str]:
-    yield "Warm calls while another thread compiles (worst of the rounds)"
+    yield "Warm calls while another thread compiles (longest: of all rounds; 99 %: median of the rounds)"
     yield f"  {'compile':26}{'variant':14}{'longest':>10}{'99 %':>12}{'calls/s':>10}{'failed':>8}{'compile':>9}"
     alone = {"nothing": [result["nobody"]["waits"]]}
     cases = [("nothing", "stock", alone)]
