@@ -157,8 +157,6 @@ def test_a_double_backward_that_aot_refuses_is_refused_in_every_thread() -> None
     run_threads(work, THREADS)
 
 
-# Dynamo reads .grad of what comes into the second part, which is no leaf.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_backwards_of_a_function_with_breaks_are_compiled_once() -> None:
     backend = AotCountingBackend()
 

@@ -482,8 +482,6 @@ def test_a_hook_that_calls_a_cold_guarded_function_keeps_single_flight() -> None
     assert backend.count == 2
 
 
-# Dynamo reads .grad of the forward's argument, which is no leaf here: the hook stands between.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_backward_hooks_of_a_module_compiled_in_place_run_once_a_call() -> None:
     backend = CountingBackend()
     module = Scale()

@@ -20,9 +20,6 @@ from config import Config
 from pipeline import WorkerError
 from target import Target
 
-# Dynamo looks at `.grad` of every input. It hides the warning this causes, but not where warnings are errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 CPU = torch.device("cpu")
 TEXT = torch.randint(2, 258, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
 CONFIG = Config(
