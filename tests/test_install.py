@@ -219,14 +219,12 @@ def beside_a_compile(action: Any) -> Any:
         compiling.join(60)
 
 
-@pytest.mark.xfail(strict=True, reason="uninstall waits for the compile lock before it looks who is in flight")
 def test_uninstall_beside_a_compile_is_refused_at_once() -> None:
     outcome = beside_a_compile(safecompile.uninstall)
     assert isinstance(outcome, PatchesInUseError)
     assert "the-compiler" in str(outcome)
 
 
-@pytest.mark.xfail(strict=True, reason="install waits for the compile lock even if everything is installed")
 def test_install_beside_a_compile_does_not_wait_when_nothing_is_to_be_done() -> None:
     assert beside_a_compile(safecompile.install) is None
 
@@ -282,7 +280,6 @@ def test_what_somebody_else_has_patched_since_is_left_alone() -> None:
         _symbolic_trace.Tracer.trace = method  # type: ignore[method-assign]
 
 
-@pytest.mark.xfail(strict=True, reason="the old wrapper is switched on again below the new: a call returns a function")
 def test_a_point_that_somebody_else_has_wrapped_is_not_patched_twice_by_the_next_installation() -> None:
     from torch._dynamo.output_graph import OutputGraph
 
@@ -340,7 +337,6 @@ assert not by_name.pop("resume-functions") and any(by_name.values())
 """).check()
 
 
-@pytest.mark.xfail(strict=True, reason="install(strict=True) returns in silence if a lax installation came first")
 def test_strict_is_an_error_also_after_a_lax_installation() -> None:
     result = run_isolated(f"""{MISMATCH}
 warnings.simplefilter("ignore")
@@ -379,9 +375,6 @@ def test_statistics_tell_what_is_installed_and_compiled() -> None:
     assert safecompile.statistics().compiled == now.compiled
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the mode's flag in the module stays set: it was entered before the installation"
-)
 def test_an_installation_inside_a_dispatch_mode_leaves_no_flag_behind() -> None:
     run_isolated("""
         import torch
