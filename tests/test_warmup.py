@@ -263,7 +263,7 @@ def test_an_input_with_a_graph_of_its_own_can_still_be_used() -> None:
     x = ones()
     h = x.exp()
     warmup(f, (h,), backward=True)
-    assert x.grad is None and backend.backward.count == 1
+    assert backend.backward.count == 1
     f(h).sum().backward()
     assert x.grad is not None
     assert (backend.forward.count, backend.backward.count) == (1, 1)
