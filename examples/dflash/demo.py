@@ -19,7 +19,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
@@ -59,9 +59,7 @@ def options(arguments: list[str]) -> tuple[Config, Path]:
     Raises:
         ConfigError: if the options cannot work.
     """
-    parser = argparse.ArgumentParser(
-        description="Train a DFlash drafter in several threads and measure it.", exit_on_error=False
-    )
+    parser = _Parser(description="Train a DFlash drafter in several threads and measure it.")
     parser.add_argument("--preset", choices=PRESETS, default="demo", help="where the other options start (%(default)s)")
     parser.add_argument("--run", type=Path, help="run folder, for all that is written (runs/dflash-PRESET)")
     parser.add_argument("--text", type=Path, help="folder of text (the standard library's sources)")
@@ -78,10 +76,7 @@ def options(arguments: list[str]) -> tuple[Config, Path]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
     for name, meaning in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=meaning)
-    try:
-        given = vars(parser.parse_args(arguments))
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error)) from error
+    given = vars(parser.parse_args(arguments))
     preset = given.pop("preset")
     run = given.pop("run") or Path("runs") / f"dflash-{preset}"
     base = PRESETS[preset]()
@@ -91,6 +86,12 @@ def options(arguments: list[str]) -> tuple[Config, Path]:
     if changes.get("taps") == ():
         changes["taps"] = None
     return replace(base, **changes), run
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Report like everything else that is wrong with the options."""
+        raise ConfigError(message)
 
 
 _INTEGERS = {

@@ -71,8 +71,8 @@ def make_work(
 ) -> Work:
     """Make the work of one item and replica, which depends on nothing but the seed and these two numbers.
 
-    ``check`` is called before each token of the answers, and may raise to give up. The answers are the target's own: a drafter learns what the target says, not what the text says (paper, A.1). Half of them
-    are greedy, half are sampled at ``config.temperature``.
+    The answers are the target's own: a drafter learns what the target says, not what the text says (paper, A.1). Half of them
+    are greedy, half are sampled at ``config.temperature``. ``check`` is called before each token, and may raise to give up.
     """
     rngs = [data.generator(config.seed, "sequence", item, replica, i) for i in range(config.sequences)]
     prompts = torch.stack([data.window(text, config.prompt_length, rng) for rng in rngs])

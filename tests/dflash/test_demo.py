@@ -1,0 +1,213 @@
+"""The program: bad input is refused before any work; faults and Ctrl-C end it with the right code and lose nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the example's target is a transformers model")
+pytest.importorskip("rich", reason="the example's display")
+pytest.importorskip("matplotlib", reason="the example's plots")
+
+import demo
+from tests.dflash.conftest import EXAMPLE
+from tests.helpers.subprocess_run import run_isolated
+
+OPTIONS = [
+    "--device",
+    "cpu",
+    "--taps",
+    "0,2,3",
+    "--layers",
+    "1",
+    "--block-size",
+    "4",
+    "--prompt-length",
+    "8",
+    "--response-length",
+    "8",
+    "--sequences",
+    "4",
+    "--uses",
+    "2",
+    "--batch",
+    "2",
+    "--anchors",
+    "4",
+    "--chunk-rows",
+    "8",
+    "--steps",
+    "8",
+    "--save-every",
+    "3",
+    "--eval-prompts",
+    "2",
+    "--eval-prompt-length",
+    "8",
+    "--eval-new-tokens",
+    "8",
+]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "counting.txt").write_text(" ".join(str(i) for i in range(2000)))
+    return folder
+
+
+def arguments(target: Path, text: Path, run: Path) -> list[str]:
+    return [*OPTIONS, "--target", str(target), "--text", str(text), "--run", str(run)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("--nonsense 1", "--nonsense"),
+        ("--steps many", "--steps"),
+        ("--steps 0", "steps is 0"),
+        ("--preset largest", "--preset"),
+        ("--device tpu", "'tpu' does not exist here"),
+        ("--device cpu,cuda:99", "'cuda:99' does not exist here"),
+        ("--text {empty}", "there is no text"),
+        ("--text {short}", "only 3 tokens"),
+        ("--text {empty}/absent", "no folder"),
+        ("--taps 0,5", "0 to 4"),
+        ("--taps paper --target {shallow}", "2 layers has no 5 layers to tap"),
+        ("--target {empty}", "no config.json"),
+        ("--run {other}", "another configuration"),
+        ("--chunk-rows 7", "chunk_rows"),
+    ],
+)
+def test_bad_input_is_one_clear_error_before_any_work(
+    tiny_target: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: str,
+    says: str,
+) -> None:
+    places = {name: tmp_path / name for name in ("empty", "short", "shallow", "other")}
+    for place in places.values():
+        place.mkdir()
+    (places["short"] / "a.txt").write_text("abcdefghij" * 5)
+    config = json.loads((tiny_target / "config.json").read_text())
+    (places["shallow"] / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2})
+    )
+    (places["other"] / "options.json").write_text("{}")
+    monkeypatch.setattr(demo, "Run", None)  # no work
+    run = tmp_path / "run"
+    code = demo.main([*arguments(tiny_target, text, run), *wrong.format(**places).split()])
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert says in error
+    assert not run.exists()
+
+
+PROGRAM = """
+import collections, itertools, json, os, random, signal, sys, threading
+from pathlib import Path
+
+example, run, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+sys.path.insert(0, example)
+import torch
+import demo, export, train
+from run_folder import RunFolder
+from target import Target
+
+torch.compiler.reset = lambda: None  # compile once for all runs
+moment, count, fault = None, itertools.count(), None
+
+def watched(original):
+    def call(*args, **kwargs):
+        name = threading.current_thread().name
+        if next(count) == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+        if name == fault[0] and next(fault[1]) == 2:
+            raise ArithmeticError("injected")
+        return original(*args, **kwargs)
+    return call
+
+def go():
+    global count
+    count = itertools.count()
+    code = demo.main([*arguments, "--run", str(run)])
+    assert not [t for t in threading.enumerate() if t.name.startswith(("target-", "drafter-"))]
+    return code, json.loads((run / "summary.json").read_text())
+
+fault = (None, None)
+for owner, name in ((Target, "forward"), (train.Replica, "loss"), (RunFolder, "metric"), (export, "save")):
+    setattr(owner, name, watched(getattr(owner, name)))
+
+code, summary = go()
+assert code == 1 and summary["status"] == "complete", summary  # so little training does not pass the checks
+assert summary["training"]["largest_difference_between_replicas"] == 0.0
+drafters = summary["evaluation"]["drafters"]
+assert all(d["identical"] == 2 for d in drafters.values()), drafters
+complete = (run / "drafter" / "model.safetensors").read_bytes()
+total = next(count)
+
+rng = random.Random(0)
+moments = sorted(rng.sample(range(1, total * 9 // 10), 10))
+for moment in moments:
+    (run / "drafter" / "model.safetensors").unlink()
+    code, summary = go()
+    assert code == 130 and summary["status"] == "interrupted", (moment, code, summary)
+    steps = summary.get("training", {}).get("steps", 0)
+    saved = export.load(run / "drafter", torch.device("cpu")).step if (run / "drafter/model.safetensors").exists() else 0
+    assert saved >= steps, (moment, saved, steps)
+    print("interrupted at", moment, "of", total, "after", saved, "steps", flush=True)
+    if not saved:
+        (run / "drafter" / "model.safetensors").write_bytes(complete)
+
+moment = None
+for worker in ("target-3", "drafter-1"):
+    fault = (worker, itertools.count())
+    (run / "drafter" / "model.safetensors").write_bytes(complete)
+    code, summary = go()
+    assert code == 1 and summary["status"] == "failed", summary
+    assert summary["error"] == f"thread '{worker}' failed: ArithmeticError: injected", summary
+    assert (run / "drafter" / "model.safetensors").read_bytes() == complete  # newer than what this run had
+    print("failed in", worker, flush=True)
+fault = (None, None)
+print("files", *sorted(p.name for p in run.iterdir()))
+"""
+
+
+def test_ctrl_c_at_ten_random_moments_and_faults_end_the_program_and_lose_nothing(
+    tiny_target: Path, text: Path, tmp_path: Path
+) -> None:
+    """Moments are numbers of events (passes, steps, metrics, saves), drawn at random: no time is waited for."""
+    given = arguments(tiny_target, text, tmp_path)[:-2]
+    result = run_isolated(PROGRAM, [str(EXAMPLE), str(tmp_path / "run"), *given], timeout=300).check()
+    assert result.stdout.count("interrupted at") == 10
+    assert "failed in drafter-1" in result.stdout
+    files = result.stdout.splitlines()[-1].split()[1:]
+    assert {"options.json", "metrics.jsonl", "summary.json", "evaluation.json", "drafter", "loss.png"} <= set(files)
+    assert "thread 'drafter-1' failed: ArithmeticError: injected" in result.stderr
+
+
+def test_the_process_ends_with_130_after_ctrl_c(tiny_target: Path, text: Path, tmp_path: Path) -> None:
+    program = """
+    import os, runpy, signal, sys
+    example = sys.argv.pop(1)
+    sys.path.insert(0, example)
+    import run_folder
+    write = run_folder.RunFolder.metric
+    def metric(self, kind, **values):
+        write(self, kind, **values)
+        if kind == "stage":
+            os.kill(os.getpid(), signal.SIGINT)
+    run_folder.RunFolder.metric = metric
+    runpy.run_path(os.path.join(example, "demo.py"), run_name="__main__")
+    """
+    result = run_isolated(program, [str(EXAMPLE), *arguments(tiny_target, text, tmp_path / "run")], timeout=120)
+    assert result.rc == 130, result.stderr
+    assert "interrupted" in result.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
