@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from types import CodeType
+from typing import Any
 
 from safecompile._core.errors import PatchesInUseError, PatchMismatchError
 from safecompile._core.gate import Gate
@@ -37,7 +38,7 @@ class Patches:
         self._mismatches: list[str] = []
         fx = FXPatches(dynamo.skip_frames_of)
         self.points: tuple[PatchPoint, ...] = (
-            *_thread_globals(),
+            *(ThreadGlobals(*row) for row in _THREAD_GLOBALS),
             fx,
             CompileLock(fx_trace_lock),
             SingleFlight(gate, fx_trace_lock, guarded),
@@ -137,71 +138,62 @@ def _install(point: PatchPoint) -> str | None:
     return mismatch
 
 
-def _thread_globals() -> list[ThreadGlobals]:
-    return [
-        ThreadGlobals(
-            "torch.fx._symbolic_trace",
-            {"_is_fx_tracing_flag": False, "CURRENT_PATCHER": None},
-            name="fx-trace-state",
-            protects="a compiled call beside another thread's FX trace raises; overlapping traces break (E1, E3, P1)",
-            upstream="pytorch#126024, pytorch#168042",
+# What describes the calling thread: patch point, module, names with their value while nothing is traced, fault.
+_THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    (
+        "fx-trace-state",
+        "torch.fx._symbolic_trace",
+        {"_is_fx_tracing_flag": False, "CURRENT_PATCHER": None},
+        "a compiled call beside another thread's FX trace raises; overlapping traces break (E1, E3, P1; pytorch#126024)",
+    ),
+    (
+        "compiling-flags",
+        "torch.compiler",
+        {"_is_compiling_flag": False, "_is_exporting_flag": False, "_is_non_strict_tracing_flag": False},
+        "is_compiling() and is_exporting() are True in other threads' eager code (S6)",
+    ),
+    (
+        "node-metadata",
+        "torch.fx.traceback",
+        dict.fromkeys(("should_preserve_node_meta", "_should_preserve_node_meta"), False)
+        | {"current_meta": {}, "current_replay_node": None},
+        "nodes get the metadata of another thread's trace",
+    ),
+    (
+        "make-fx-tracer",
+        "torch.fx.experimental.proxy_tensor",
+        {"_CURRENT_MAKE_FX_TRACER": None},
+        "a control-flow operator in one make_fx is traced into another thread's (E3; pytorch#168042)",
+    ),
+    (
+        "dispatch-mode-flags",
+        "torch.utils._python_dispatch",
+        dict.fromkeys(
+            (
+                "_is_in_torch_dispatch_mode",
+                "_is_in_non_infra_torch_dispatch_mode",
+                "_is_in_any_mode_without_ignore_compile_internals",
+            ),
+            False,
         ),
-        ThreadGlobals(
-            "torch.compiler",
-            {"_is_compiling_flag": False, "_is_exporting_flag": False, "_is_non_strict_tracing_flag": False},
-            name="compiling-flags",
-            protects="is_compiling() and is_exporting() are True in other threads' eager code (S6)",
-            upstream="torch/compiler/__init__.py, _compile_session_context",
-        ),
-        ThreadGlobals(
-            "torch.fx.traceback",
-            {
-                "current_meta": {},
-                "current_replay_node": None,
-                "should_preserve_node_meta": False,
-                "_should_preserve_node_meta": False,
-            },
-            name="node-metadata",
-            protects="nodes get the metadata of another thread's trace",
-            upstream="torch/fx/traceback.py, current_meta",
-        ),
-        ThreadGlobals(
-            "torch.fx.experimental.proxy_tensor",
-            {"_CURRENT_MAKE_FX_TRACER": None},
-            name="make-fx-tracer",
-            protects="a control-flow operator in one make_fx is traced into another thread's (E3)",
-            upstream="torch/fx/experimental/proxy_tensor.py, _set_make_fx_tracer",
-        ),
-        ThreadGlobals(
-            "torch.utils._python_dispatch",
-            {
-                "_is_in_torch_dispatch_mode": False,
-                "_is_in_non_infra_torch_dispatch_mode": False,
-                "_is_in_any_mode_without_ignore_compile_internals": False,
-            },
-            name="dispatch-mode-flags",
-            protects="a compiled call runs eagerly in silence while another thread is in a dispatch mode",
-            upstream="torch/utils/_python_dispatch.py, TorchDispatchMode.__enter__",
-        ),
-        ThreadGlobals(
-            "torch._ops",
-            {"_mode_stack_state_for_pre_dispatch": Made("_ModeStackStateForPreDispatch")},
-            name="pre-dispatch-modes",
-            protects='"Trying to pop empty mode stack" in concurrent exports (E3)',
-            upstream="torch/_ops.py, mode_stack_state_for_pre_dispatch",
-        ),
-        ThreadGlobals(
-            "torch.export._trace",
-            {"_EXPORT_FLAGS": None, "_EXPORT_MODULE_HIERARCHY": None},
-            name="export-state",
-            protects="an export uses the module hierarchy of another thread's (E3)",
-            upstream="torch/export/_trace.py, _export",
-        ),
-        ThreadGlobals(
-            "torch.fx._lazy_graph_module",
-            {"_use_lazy_graph_module_flag": False, "_force_skip_lazy_graph_module_flag": False},
-            name="lazy-graph-modules",
-            protects="a trace beside a compile gives a graph module of another class",
-            upstream="torch/fx/_lazy_graph_module.py, _use_lazy_graph_module",
-        ),
-    ]
+        "a compiled call runs eagerly in silence while another thread is in a dispatch mode",
+    ),
+    (
+        "pre-dispatch-modes",
+        "torch._ops",
+        {"_mode_stack_state_for_pre_dispatch": Made("_ModeStackStateForPreDispatch")},
+        '"Trying to pop empty mode stack" in concurrent exports (E3)',
+    ),
+    (
+        "export-state",
+        "torch.export._trace",
+        {"_EXPORT_FLAGS": None, "_EXPORT_MODULE_HIERARCHY": None},
+        "an export uses the module hierarchy of another thread's (E3)",
+    ),
+    (
+        "lazy-graph-modules",
+        "torch.fx._lazy_graph_module",
+        {"_use_lazy_graph_module_flag": False, "_force_skip_lazy_graph_module_flag": False},
+        "a trace beside a compile gives a graph module of another class",
+    ),
+)

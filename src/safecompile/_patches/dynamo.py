@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import threading
 import weakref
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.point import PatchPoint
@@ -108,14 +111,14 @@ class SingleFlight(PatchPoint):
 
         codes = (convert_frame.ConvertFrame.__call__.__code__, SingleFlight._convert.__code__)
         self._files = tuple(code.co_filename for code in codes)
-        import torch._dynamo
-
         for name in ("reset", "reset_code_caches"):
             self.wrap(torch._dynamo, name, self._reset)
         self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
         self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
 
     def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_exporting() and threading.active_count() > 1:
+            return  # a strict export begins with a reset; other threads run what it would free
         with self._lock:
             reset()
             self._gate.forget_pending()  # an entry that is gone looks like one that is still to be inserted

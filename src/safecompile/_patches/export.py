@@ -41,16 +41,10 @@ class Exports(PatchPoint):
         import torch.export._trace
 
         self.wrap(torch.export._trace, "_export", self._export)
-        self.wrap(torch._dynamo, "reset", self._reset)
         from torch._export import non_strict_utils
 
         if hasattr(non_strict_utils, "_override_builtin_ops"):
             self.wrap(non_strict_utils, "_override_builtin_ops", self._override_builtins)
-
-    def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
-        """Let a strict export begin without throwing away, and freeing, what other threads have compiled and run."""
-        if not torch.compiler.is_exporting() or threading.active_count() == 1:
-            reset()
 
     def _override_builtins(self, override: Any, _: Any, args: Any, kwargs: Any) -> Any:
         """Replace ``max``, ``min`` and ``math.pow`` for one export, so that overlapping ones leave nothing behind."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from safecompile._core.errors import CheckpointRandomnessError
 
-__all__ = ["Recording", "Replay", "Watch", "generator_states", "recompute_to_the_end", "same_states", "tensors_in"]
+__all__ = ["Recording", "Replay", "recompute_to_the_end", "tensors_in"]
 
 _OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "inductor_prims", "_c10d_functional"})
 
@@ -83,10 +83,9 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
         return result
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
-        devices = _devices((args, kwargs))
-        before = generator_states(devices)
+        before = _generator_states((args, kwargs))
         result = func(*args, **kwargs)
-        if same_states(before, generator_states(devices)):
+        if before == _generator_states((args, kwargs)):
             self._tape.append((func, None))
         else:
             self._record(func, args, kwargs, result)
@@ -130,20 +129,6 @@ class Replay(_Mode):  # type: ignore[no-untyped-call]
     unknown = random
 
 
-class Watch(_Mode):  # type: ignore[no-untyped-call]
-    """Notices whether anything draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drew = False
-
-    def random(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.drew = True
-        return func(*args, **kwargs)
-
-    unknown = random
-
-
 class _Place:
     def __init__(self, index: int) -> None:
         self.index = index
@@ -176,26 +161,18 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return tensors_in([named[a.name] for a in _arguments(func) if a.alias_info and a.alias_info.is_write])
 
 
-def _devices(tree: Any) -> list[int]:
-    return sorted({tensor.get_device() for tensor in tensors_in(tree) if tensor.is_cuda})
-
-
-def generator_states(devices: list[int]) -> list[torch.Tensor]:
-    """Return the states of the CPU's and the CUDA devices' default generators."""
+def _generator_states(tree: Any) -> bytes:
+    """Return the states of the default generators of the CPU and of the CUDA devices of the tensors in ``tree``."""
+    devices = sorted({tensor.get_device() for tensor in tensors_in(tree) if tensor.is_cuda})
     with _disable_current_modes():
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-
-
-def same_states(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    with _disable_current_modes():
-        return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+        return b"".join(bytes(state.tolist()) for state in states)
 
 
 def recompute_to_the_end() -> None:
     """Switch early stopping off for the checkpoint whose forward runs now.
 
-    A recomputation that stops once it has every saved tensor draws fewer random numbers than its forward,
-    and the two could not be compared.
+    It would end before an operator fills an argument that autograd has saved before.
     """
     code = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
     frame: FrameType | None = sys._getframe(1)

@@ -36,10 +36,10 @@ class Made:
 class ThreadGlobals(PatchPoint):
     """Makes names of one module thread-local."""
 
-    def __init__(self, module: str, defaults: dict[str, Any], *, name: str, protects: str, upstream: str) -> None:
+    def __init__(self, name: str, module: str, defaults: dict[str, Any], protects: str) -> None:
         """``defaults`` maps each name to the value it has while nothing is traced or compiled."""
         super().__init__()
-        self.name, self.protects, self.upstream = name, protects, upstream
+        self.name, self.protects, self.upstream = name, protects, f"{module}: {', '.join(defaults)}"
         self._module_name = module
         self._defaults = defaults
 
