@@ -123,6 +123,7 @@ def test_many_threads_install_and_call_first_at_the_same_time() -> None:
     assert backend.count == 1
     safecompile.uninstall()
     left = [name for name in changes(before, snapshot()) if name.startswith(("torch.fx.", "torch.compiler."))]
+    left = [name for name in left if name != "torch.fx.traceback.current_meta"]  # torch makes a new one at times
     assert left == []
 
 

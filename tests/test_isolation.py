@@ -676,20 +676,24 @@ def test_control_a_trace_under_the_compile_lock_deadlocks_with_a_users_lock(monk
 # --- a trace that began before the patches were installed
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.xfail(strict=True, reason="the thread that installs takes over the flags of the thread that traces")
 @each_trace("symbolic_trace", "Tracer subclass", "make_fx")
 def test_a_first_guarded_call_in_the_middle_of_a_trace_is_right_and_so_is_the_trace(
     trace: Callable[..., Graph],
 ) -> None:
     wanted, model = reference(trace), Model()
     want = model(example())
-    call = compiled(Model(), CountingBackend())
+    call, got = compiled(model, CountingBackend()), []
     with nothing_left_behind(), held_trace(trace, model) as held:
-        first = threading.Thread(target=call, args=(example(),), daemon=True)
+        first = threading.Thread(target=lambda: got.append(call(example())), daemon=True)
         first.start()
-        first.join(0.05)
+        while not safecompile.statistics().patches[-1].installed:
+            first.join(0.001)  # until the call is in the middle of the installation, and waits for the trace
         assert rows(held.finish()) == wanted
         first.join(60)
         assert not first.is_alive()
+        assert len(got) == 1 and torch.equal(got[0], want)
         assert torch.equal(model(example()), want)
     with nothing_left_behind():
         safecompile.uninstall()
