@@ -70,7 +70,7 @@ def build_mask(anchors: Tensor, keep: Tensor, context_length: int, block_size: i
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-    """Scaled dot-product attention with grouped key/value heads.
+    """Scaled dot-product attention (Vaswani et al. 2017, equation 1) with grouped key/value heads.
 
     Args:
         query: ``[batch, heads, rows, head_dim]``.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def sample_anchors(loss_mask: Tensor, count: int, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
-    """Draw each sequence's anchors: different ones, sorted, uniform over those with something to predict.
+    """Draw each sequence's anchors (paper, section 4.2): different ones, sorted, uniform over those with something to predict.
 
     A position can be an anchor if it and the next one are supervised. There are always ``count`` slots, because a constant
     shape needs no new compile; those that cannot be filled are padding.
@@ -40,13 +40,13 @@ def sample_anchors(loss_mask: Tensor, count: int, generators: Sequence[torch.Gen
 
 
 def positions(anchors: Tensor, block_size: int) -> Tensor:
-    """Return each row's absolute position ``anchor + k``, int64 ``[batch, N * B]``, from anchors ``[batch, N]``."""
+    """Return each row's absolute position ``anchor + k``, int64 ``[batch, N * B]``, from anchors ``[batch, N]`` (Figure 4)."""
     slots = torch.arange(block_size, device=anchors.device)
     return (anchors.unsqueeze(-1) + slots).flatten(1)
 
 
 def input_tokens(tokens: Tensor, anchors: Tensor, block_size: int, mask_id: int) -> Tensor:
-    """Return the drafter's input ids, int64 ``[batch, N * B]``: the anchor's token, then mask tokens.
+    """Return the drafter's input ids, int64 ``[batch, N * B]``: the anchor's token, then mask tokens (paper, section 4.2).
 
     Args:
         tokens: int64 ``[batch, S]``.
@@ -66,7 +66,7 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
 
 
 def labels(tokens: Tensor, loss_mask: Tensor, anchors: Tensor, keep: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return each row's label and whether it counts.
+    """Return each row's label and whether it counts (paper, section 4.2: a slot predicts the token at its own position).
 
     Row ``k`` of a block is labelled with the token at ``anchor + k``. It counts if the block is kept, ``k > 0``, that
     position is inside the sequence, and its token is supervised.
@@ -91,6 +91,8 @@ def labels(tokens: Tensor, loss_mask: Tensor, anchors: Tensor, keep: Tensor, blo
 
 def teacher_rows(target_hidden: Tensor, anchors: Tensor, block_size: int) -> Tensor:
     """Return the target's hidden state that predicts each row's label: the one at ``anchor + k - 1``.
+
+    The target's output at a position predicts the next token, so this is where the divergence of `loss.chunk_loss` compares.
 
     Args:
         target_hidden: ``[batch, S, D]``.

@@ -69,15 +69,15 @@ class Config:
     response_length: int = 128
     temperature: float = 0.6
     sequences: int = 16
-    uses: int = 16
+    uses: int = 20
     batch: int = 4
-    anchors: int = 32
+    anchors: int = 16
 
     gamma: float = 4.0
     kl_weight: float = 0.5
     chunk_rows: int = 64
 
-    steps: int = 144
+    steps: int = 180
     optimizer: OptimizerName = "muon"
     lr: float = 3e-3
     muon_lr: float = 4e-2
@@ -85,13 +85,13 @@ class Config:
     clip: float = 1.0
     autocast: bool = False
 
-    save_every: int = 48
+    save_every: int = 45
     queue_depth: int = 2
 
     tau: float = 2.5
     eval_prompts: int = 16
     eval_prompt_length: int = 128
-    eval_new_tokens: int = 128
+    eval_new_tokens: int = 96
 
     @property
     def length(self) -> int:

@@ -49,14 +49,17 @@ class DrafterShape:
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
-    """Return the rotary embedding of absolute positions, int64 ``[batch or 1, rows]``, in the half-split layout of Qwen3."""
+    """Return the rotary embedding of absolute positions, int64 ``[batch or 1, rows]``, in the half-split layout of Qwen3.
+
+    Angles are ``position * theta ** (-2 i / head_dim)`` (Su et al. 2021, "RoFormer", equation 15).
+    """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angles = (positions.float().unsqueeze(-1) * frequencies).repeat(1, 1, 2).unsqueeze(1)
     return angles.cos(), angles.sin()
 
 
 def rotate(rows: Tensor, by: Rotation) -> Tensor:
-    """Turn ``[batch, heads, rows, head_dim]`` by their positions."""
+    """Turn ``[batch, heads, rows, head_dim]`` by their positions (RoFormer, equation 34, with halves instead of pairs)."""
     cos, sin = by
     first, second = rows.chunk(2, dim=-1)
     return rows * cos + torch.cat((-second, first), dim=-1) * sin
@@ -80,12 +83,12 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
 
     def keys_values(self, rows: Tensor, by: Rotation) -> KeysValues:
-        """Project ``[batch, rows, D]``, context or block, to keys (normed per head, then rotated) and values."""
+        """Project ``[batch, rows, D]``, context or block, to keys (normed per head, then rotated) and values (paper, section A.3)."""
         key = self.k_norm(self._heads(self.k_proj(rows)))
         return rotate(key, by), self._heads(self.v_proj(rows))
 
     def forward(self, rows: Tensor, context: KeysValues, by: Rotation, mask: Mask | None) -> Tensor:
-        """Attend from block rows ``[batch, rows, D]`` to the context and the blocks; return the same shape."""
+        """Attend from block rows ``[batch, rows, D]`` to ``[context; block]``; return the same shape (paper, section A.3)."""
         query = rotate(self.q_norm(self._heads(self.q_proj(rows))), by)
         key, value = self.keys_values(rows, by)
         key, value = torch.cat((context[0], key), dim=2), torch.cat((context[1], value), dim=2)
@@ -96,7 +99,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward part (SwiGLU) of a Qwen3 layer."""
+    """The gated feed-forward part of a Qwen3 layer, ``down(silu(gate x) * up x)`` (Shazeer 2020, equation 6, "SwiGLU")."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One draft layer. Its input norm is for block rows only: the context has been normed once, after the fusion."""
+    """One draft layer. Its input norm is for block rows only: the context has been normed once, after the fusion (paper, A.3)."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()

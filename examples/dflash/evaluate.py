@@ -86,7 +86,10 @@ def tau(accepted: list[list[int]]) -> float:
 
 
 def acceptance_by_position(accepted: list[list[int]], drafts: int) -> list[float]:
-    """Return for draft slots 1 to ``drafts`` the share of all cycles in which that slot and all before it were accepted."""
+    """Return for draft slots 1 to ``drafts`` the share of all cycles in which that slot and all before it were accepted.
+
+    One more than their sum is the mean over all cycles of what equation 1 of the paper counts.
+    """
     cycles = [a for response in accepted for a in response]
     return [sum(a >= slot for a in cycles) / len(cycles) if cycles else math.nan for slot in range(1, drafts + 1)]
 

@@ -25,6 +25,8 @@ def chunk_loss(
 ) -> Tensor:
     """Return the weighted sum of a chunk's losses, ``(1 - a) CE(label) + a KL(target || draft)``, float32 scalar.
 
+    The cross entropy, weighted by equation 4, is the paper's loss (section 4.2); the divergence is this example's addition.
+
     Args:
         draft_normed: ``[batch, rows, D]``, the drafter's output after its last norm.
         target_normed: ``[batch, rows, D]``, the target's output after its last norm at the position that predicts the label.
@@ -56,7 +58,7 @@ def chunked_loss(
 ) -> Tensor:
     """Return the weighted mean loss over all rows, float32 scalar; arguments as in `chunk_loss`, with ``N * B`` rows.
 
-    The sum of ``weights * mask * loss`` is divided by the sum of ``weights * mask``; without any row that counts, it is 0.
+    Equation 4 gives the weights. The sum of ``weights * mask * loss`` is divided by the sum of ``weights * mask``; without any row that counts, it is 0.
     """
     total = draft_normed.new_zeros((), dtype=torch.float32)
     for start in range(0, draft_normed.shape[1], chunk_rows):

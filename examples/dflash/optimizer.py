@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Move the singular values of ``[n, rows, columns]`` close to 1, with five Newton-Schulz steps of degree five.
+    """Move the singular values of ``[n, rows, columns]`` close to 1, with five Newton-Schulz steps of degree five (Muon).
 
     The coefficients are those of Muon: they trade accuracy at 1 for growth near 0, and leave values of about 0.7 to 1.2.
     """
@@ -100,7 +100,7 @@ class Optimizers:
 
 
 def schedule(step: int, *, steps: int, warmup_steps: int) -> float:
-    """Return the factor of the learning rate at ``step`` (from 0): linear up over the warm-up, cosine down to 0."""
+    """Return the factor of the learning rate at ``step`` (from 0): linear up over the warm-up, cosine down to 0 (A.1)."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = (step - warmup_steps) / max(1, steps - warmup_steps)

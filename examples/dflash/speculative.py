@@ -73,7 +73,7 @@ class DFlashProposer:
         """See `Proposer`. Keys and values of the block are not kept: all that is kept lies before the next block, and is visible.
 
         The block is the anchor and mask tokens at absolute positions; slot ``k``'s output predicts the token at its own position
-        (paper, section 4.1).
+        (paper, section 4.2).
         """
         self.passes += 1
         start = len(known) - 1
@@ -131,7 +131,8 @@ def speculate(target: Target, proposer: Proposer, prompt: Tensor, new_tokens: in
     same argmax, as they do in float32 but for exact near-ties.
 
     Each cycle drafts a block after the anchor, lets the target read anchor and drafts in one pass, and accepts the drafts up
-    to the first that the target would not have chosen itself; the target's choice there is the next anchor (paper, section 3).
+    to the first that the target would not have chosen itself; the target's choice there is the next anchor.
+    A cycle yields what equation 1 of the paper counts.
 
     Args:
         target: the target; its device is where everything happens.

@@ -230,7 +230,7 @@ class Target:
             layers[tap].register_forward_hook(self._keeper(tap))
 
     def vocabulary(self, device: torch.device) -> Vocabulary:
-        """Return the embedding and the head on ``device``."""
+        """Return the embedding and the head on ``device``, which the drafter shares (paper, section 4.2)."""
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
         return Vocabulary(embedding.detach().to(device), head.detach().to(device))

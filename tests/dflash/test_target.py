@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
-from config import ConfigError
-from speculative import greedy
-from target import Target, choose, tapped_layers
+from config import Config, ConfigError
+from speculative import DFlashProposer, greedy, speculate
+from target import Target, choose, read_config, tapped_layers
+from train import new_drafter
 
 CPU = torch.device("cpu")
 
@@ -76,3 +77,66 @@ def test_choices_follow_the_distribution() -> None:
     noise = (torch.arange(1000) + 0.5) / 1000
     drawn = choose(probabilities.log().expand(1000, 4), torch.ones(1000), noise)
     assert torch.bincount(drawn, minlength=4).tolist() == [500, 0, 300, 200]
+
+
+def llama(folder: Path, vocab_size: int) -> Path:
+    """Return the folder of an untrained target of another architecture, with two ends of text and no ``head_dim``."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=[3, 0],
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def tokenizer(folder: Path, words: list[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
+    transformers = pytest.importorskip("transformers")
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(["<unk>", *words])}, unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained(folder)
+
+
+def test_a_target_of_another_architecture_is_drafted_for(tmp_path: Path) -> None:
+    target = Target(llama(tmp_path, 300), (0, 2), CPU)
+    assert target.shape.head_dim == 8
+    assert target.language.eos_ids == (0, 3)
+    prompt = torch.randint(4, 258, (12,), generator=torch.Generator().manual_seed(0))
+    drafter = new_drafter(Config(), target.shape, len(target.taps), CPU)
+    decoded = speculate(target, DFlashProposer(drafter, target, 4), prompt, 16)
+    assert decoded.tokens == greedy(target, prompt, 16)
+
+
+def test_a_tokenizer_gives_the_ids_and_the_first_id_past_it_is_the_mask(tmp_path: Path) -> None:
+    llama(tmp_path, 8)
+    tokenizer(tmp_path, ["the", "cat", "sat"])
+    target = Target(tmp_path, (0, 2), CPU)
+    assert target.language.encode(b"the cat sat the dog").tolist() == [1, 2, 3, 1, 0]
+    assert target.language.mask_id == 4
+
+
+def test_a_vocabulary_without_room_is_refused(tmp_path: Path) -> None:
+    llama(tmp_path, 4)
+    with pytest.raises(ConfigError, match="a byte is a token"):
+        Target(tmp_path, (0,), CPU)
+    tokenizer(tmp_path, ["the", "cat", "sat"])
+    with pytest.raises(ConfigError, match="none for the mask"):
+        Target(tmp_path, (0,), CPU)
+
+
+def test_code_that_comes_with_a_target_is_not_run_unless_asked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(tmp_path)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,82 @@
+"""The map of the paper in the README names what exists, and what it names says where it comes from."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.dflash.conftest import EXAMPLE
+
+SOURCE = re.compile(r"paper|equation|section|Figure|A\.\d")
+
+
+def rows() -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Return piece, place in the paper, and the (file, name) pairs that stand beside them."""
+    table = (EXAMPLE / "README.md").read_text().split("## Where the paper's pieces are")[1].split("\n## ")[0]
+    found = []
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and "`" in line:
+            named, file = [], ""
+            for word in re.findall(r"`([^`]+)`", cells[2]):
+                if word.endswith(".py"):
+                    file = word
+                else:
+                    named.append((file, word))
+            found.append((cells[0], cells[1], named))
+    return found
+
+
+def docstrings(file: str, name: str) -> str:
+    """Return the docstrings of a function or class and of all it stands in."""
+    node: ast.Module | ast.ClassDef | ast.FunctionDef = ast.parse((EXAMPLE / file).read_text())
+    texts = [ast.get_docstring(node) or ""]
+    for part in name.split("."):
+        node = next(n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part)
+        texts.append(ast.get_docstring(node) or "")
+    return "\n".join(texts)
+
+
+def test_the_map_is_long() -> None:
+    assert len(rows()) >= 15
+
+
+@pytest.mark.parametrize(("piece", "place", "named"), rows())
+def test_every_piece_is_found_where_the_map_says_and_names_its_source(
+    piece: str, place: str, named: list[tuple[str, str]]
+) -> None:
+    assert named
+    texts = [docstrings(file, name) for file, name in named]
+    if place:
+        assert any(SOURCE.search(text) for text in texts), piece
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("attention.py", "attend"),
+        ("attention.py", "mask_rule"),
+        ("blocks.py", "labels"),
+        ("blocks.py", "positions"),
+        ("blocks.py", "sample_anchors"),
+        ("blocks.py", "slot_weights"),
+        ("drafter.py", "Attention"),
+        ("drafter.py", "Drafter.context"),
+        ("drafter.py", "FeedForward"),
+        ("drafter.py", "rotate"),
+        ("drafter.py", "rotation"),
+        ("evaluate.py", "acceptance_by_position"),
+        ("evaluate.py", "tau"),
+        ("loss.py", "chunk_loss"),
+        ("loss.py", "chunked_loss"),
+        ("optimizer.py", "schedule"),
+        ("speculative.py", "acceptance_length"),
+        ("target.py", "tapped_layers"),
+    ],
+)
+def test_a_formula_names_its_equation_or_section(file: str, name: str) -> None:
+    tree = ast.parse((EXAMPLE / file).read_text())
+    own = docstrings(file, name).removeprefix(ast.get_docstring(tree) or "")
+    assert re.search(r"equation|section|Figure|A\.\d", own, re.IGNORECASE)
