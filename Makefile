@@ -20,7 +20,7 @@ CHECKED := $(wildcard src tests examples benchmarks)
 # Each of the tests' threads would start an OpenMP pool of its own.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 demo: $(INSTALLED)
 	$(RUN) examples/dflash/demo.py

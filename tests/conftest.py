@@ -48,16 +48,9 @@ def nothing_compiled(uninstalled_at_the_end: None) -> Iterator[None]:
     """Start with nothing compiled; the patches stay for the other tests of the module, for installing takes a second."""
     import torch
 
-    from safecompile._patches import gate
-
-    def reset() -> None:
-        torch._dynamo.reset()
-        # An entry that the reset has taken away before the gate saw it would be waited for; its own test says so.
-        gate._pending.clear()
-
-    reset()
+    torch._dynamo.reset()
     yield
-    reset()
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")

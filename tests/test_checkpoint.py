@@ -539,8 +539,7 @@ def test_a_region_that_draws_runs_twice_and_no_more(company: str) -> None:
 
     x = ones()
     backward(checkpoint(region, x), x)
-    # Alone, the generator's states at the end are compared, so that the end has to be reached.
-    assert (runs.count, ends.count) == (2, 2 if company == "alone" else 1)
+    assert (runs.count, ends.count) == (2, 1)  # it stops once it has every saved tensor
 
 
 @in_any_company
@@ -1177,34 +1176,19 @@ def test_a_region_that_draws_more_in_the_recomputation_is_an_error() -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("run", "where"), INTERRUPTIONS)
-def test_threads_that_come_and_go_while_a_region_runs_that_began_alone_are_noticed(run: int, where: str) -> None:
+def test_threads_that_come_and_go_while_a_region_runs_that_began_alone_do_no_harm(run: int, where: str) -> None:
     x = ones()
     y = checkpoint(interrupted_in(run, where), x)
-    before = torch.get_rng_state()
-    with pytest.raises(CheckpointRandomnessError, match="interrupted_in") as caught:
-        backward(y, x)
-    assert "another thread" in str(caught.value).splitlines()[0]
-    assert torch.equal(torch.get_rng_state(), before)
-    y = checkpoint(lambda x: dropout(x.sin()), x)
-    assert torch.equal(backward(y, x), right_gradient(y, x))
+    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("where", ["before", "between"])
-def test_threads_started_after_the_forward_that_draw_in_the_recomputation_are_noticed(where: str) -> None:
+def test_threads_started_after_the_forward_that_draw_in_the_recomputation_do_no_harm(where: str) -> None:
     x = ones()
     y = checkpoint(interrupted_in(2, where), x)
-    with another_thread(), pytest.raises(CheckpointRandomnessError, match="not there when the forward began"):
-        backward(y, x)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("run", [2, 3])
-def test_they_are_noticed_in_a_nested_region(run: int) -> None:
-    x, inner = ones(), interrupted_in(run, "between")
-    y = checkpoint(lambda x: checkpoint(inner, x).exp(), x)
-    with another_thread(), pytest.raises(CheckpointRandomnessError):
-        backward(y, x)
+    with another_thread():
+        assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
 
 
 @pytest.mark.usefixtures("alone")
@@ -1239,14 +1223,10 @@ def test_a_forward_in_a_thread_and_a_backward_in_another_are_right() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.xfail(
-    strict=True, reason="in a region that began alone only the generator's states at the ends are compared"
-)
-def test_threads_that_draw_once_between_and_once_after_in_a_region_that_began_alone_are_noticed() -> None:
+def test_threads_that_draw_once_between_and_once_after_in_a_region_that_began_alone_do_no_harm() -> None:
     x = ones()
     y = checkpoint(as_many_after_as_between(), x)
-    with pytest.raises(CheckpointRandomnessError):
-        backward(y, x)
+    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
 
 
 @pytest.mark.usefixtures("among_threads")

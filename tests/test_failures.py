@@ -335,11 +335,6 @@ def test_a_thread_that_ends_in_a_failed_compile_leaves_no_owner_behind() -> None
         assert (statistics.owner, statistics.waiters) == (None, ())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the gate waits under the lock, up to its limit, for an entry that a reset has taken away before it was seen",
-)
 def test_an_entry_taken_away_by_a_reset_is_not_waited_for() -> None:
     run_isolated(
         """

@@ -393,7 +393,6 @@ def test_an_installation_inside_a_dispatch_mode_leaves_no_flag_behind() -> None:
     """).check()
 
 
-@pytest.mark.xfail(strict=True, reason="thread_safe_compile looks torch.compile up at each call, and finds itself")
 def test_torch_compile_can_be_replaced_by_thread_safe_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", thread_safe_compile)
     call = torch.compile(lambda x: x + 1, backend="eager")

@@ -454,7 +454,6 @@ with held_trace(export, Model()):
 """).check()
 
 
-@pytest.mark.xfail(strict=True, reason="overlapping exports leave replacements in builtins and math for good")
 def test_overlapping_exports_leave_nothing_behind() -> None:
     run_isolated(f"""{EXPORTS}
 with held_trace(export, Model()) as first, held_trace(export, Model()) as second:
@@ -677,7 +676,6 @@ def test_control_a_trace_under_the_compile_lock_deadlocks_with_a_users_lock(monk
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(strict=True, reason="the thread that installs takes over the flags of the thread that traces")
 @each_trace("symbolic_trace", "Tracer subclass", "make_fx")
 def test_a_first_guarded_call_in_the_middle_of_a_trace_is_right_and_so_is_the_trace(
     trace: Callable[..., Graph],
@@ -794,7 +792,6 @@ def test_loops_of_traces_beside_loops_of_calls_of_the_same_model(trace: Callable
     loops(lambda: rows(trace(model)), wanted, model, tracers=1 if "_param_constant0" in str(wanted) else 2)
 
 
-@pytest.mark.xfail(strict=True, reason="all tracers of a process count names in one dict, Tracer._qualname_counter")
 @each_trace("make_fx", "make_fx pre_dispatch")
 def test_overlapping_make_fx_traces_name_parameters_as_alone(trace: Callable[..., Graph]) -> None:
     wanted = reference(trace)
@@ -818,8 +815,11 @@ import threading
 import torch
 import safecompile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.tracing import Model, example, rows
+from tests.helpers.tracing import example, rows
 from tests.helpers.threads import run_threads, switch_interval
+
+def Model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
 
 def export(model):
     return rows(torch.export.export(model, (example(),), strict=True).graph)
@@ -847,9 +847,5 @@ assert backend.count == 1, backend.count
 """
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a strict export calls torch._dynamo.reset(): everything is compiled again, or the process crashes",
-)
 def test_a_strict_export_of_another_model_costs_compiled_calls_nothing() -> None:
     run_isolated(STRICT_EXPORT).check()

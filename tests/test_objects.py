@@ -232,9 +232,6 @@ def test_a_decorated_forward_that_a_subclass_calls_by_super_is_one_graph_in_an_o
     assert compiles.count == 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a lazy module changes its class at the first call, and the guarded class is lost"
-)
 def test_a_lazy_module_is_still_guarded_when_it_has_its_shapes() -> None:
     model = thread_safe_compile(nn.LazyLinear(3), backend=backend, dynamic=False)
     model(torch.ones(2, 4))
@@ -267,10 +264,6 @@ def test_a_parametrized_module_is_guarded_and_copies(when: str) -> None:
     assert compiles.count == 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="compiling again takes the class below the first guarded one, and with it what was put on top since",
-)
 def test_a_module_parametrized_between_two_compiles_keeps_its_parametrization() -> None:
     model = thread_safe_compile(nn.Linear(3, 3), backend=backend)
     nn.utils.parametrizations.weight_norm(model)
@@ -279,7 +272,6 @@ def test_a_module_parametrized_between_two_compiles_keeps_its_parametrization() 
     torch.testing.assert_close(thread_safe_compile(model, backend=backend, fullgraph=True)(x), want)
 
 
-@pytest.mark.xfail(strict=True, raises=RecursionError, reason="__reduce_ex__ takes the object's class for its own")
 def test_a_class_put_on_top_of_the_guarded_one_copies() -> None:
     model = in_place(2.0)
     model.__class__ = type("Wrapped", (type(model),), {"__module__": __name__})
@@ -287,9 +279,6 @@ def test_a_class_put_on_top_of_the_guarded_one_copies() -> None:
     assert torch.equal(twin(torch.ones(3)), torch.full((3,), 2.0))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason="the guarded subclass runs __init_subclass__, which may want arguments"
-)
 def test_a_base_class_that_registers_its_subclasses_sees_no_new_one() -> None:
     registered: list[str] = []
 
@@ -354,7 +343,6 @@ def test_a_decorated_method_binds_as_methods_do() -> None:
     assert copy.deepcopy(owner).method(torch.ones(1)) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="it is named after a function inside torch")
 @pytest.mark.parametrize(
     ("make", "name"),
     [

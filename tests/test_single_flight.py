@@ -22,13 +22,6 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 THREADS = 16
 
-# Not strict, for it takes an unlucky moment.
-walk_misses_an_entry = pytest.mark.xfail(
-    strict=False,
-    reason="Dynamo moves the entry of a hit to the front of its list while another thread walks the list; the walker "
-    "then misses an entry that is there, and compiles it again",
-)
-
 
 @pytest.fixture
 def narrow_races() -> Iterator[None]:
@@ -115,7 +108,6 @@ def count_with(n: int, shapes: list[tuple[int, ...]], **options: Any) -> int:
     return backend.count
 
 
-@walk_misses_an_entry
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize(
     "shapes",
@@ -134,7 +126,6 @@ def test_16_threads_compile_exactly_what_one_thread_compiles(
     assert count_with(THREADS, shapes, dynamic=dynamic) == alone
 
 
-@walk_misses_an_entry
 def test_shapes_that_arrive_in_another_order_in_each_thread_are_compiled_once_each() -> None:
     backend = CountingBackend()
     f = thread_safe_compile(polynomial, backend=backend, dynamic=False)
@@ -155,7 +146,6 @@ def _input_shapes(graph: torch.fx.GraphModule) -> list[torch.Size]:
     return [node.meta["example_value"].shape for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-@walk_misses_an_entry
 def test_mixed_shapes_at_once_with_automatic_dynamic_shapes_compile_two_graphs() -> None:
     backend = CountingBackend()
     f = thread_safe_compile(polynomial, backend=backend)
@@ -222,7 +212,6 @@ def test_40_functions_and_8_threads_make_40_compiles() -> None:
     assert backend.count == 40
 
 
-@walk_misses_an_entry
 def test_closures_over_one_code_are_compiled_once_each() -> None:
     backend = CountingBackend()
 
@@ -257,7 +246,6 @@ def test_16_threads_with_16_functions_compile_16_graphs() -> None:
     assert len(set(backend.thread_names)) == THREADS
 
 
-@walk_misses_an_entry
 def test_guards_beside_shapes_decide_what_is_one_graph() -> None:
     backend = CountingBackend()
     f = thread_safe_compile(lambda x, flag, scale: x * scale if flag else x + scale, backend=backend, dynamic=False)
@@ -273,7 +261,6 @@ def test_guards_beside_shapes_decide_what_is_one_graph() -> None:
     assert backend.count == len(calls)
 
 
-@walk_misses_an_entry
 def test_a_grad_mode_is_a_graph_of_its_own_and_compiled_once() -> None:
     backend = CountingBackend()
     f = thread_safe_compile(polynomial, backend=backend, dynamic=False)

@@ -158,12 +158,6 @@ def _call(f: Callable[[torch.Tensor], Any], x: torch.Tensor, _: int) -> None:
     f(x)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="Dynamo moves the entry of a hit to the front of its list while another thread walks the list; the walker "
-    "misses an entry that is there, and waits for the compile lock",
-)
 def test_a_function_with_several_graphs_goes_on_beside_a_compile_in_all_threads() -> None:
     # In a process of its own: threads that hang would still be inside Dynamo when the next test resets it.
     run_isolated(

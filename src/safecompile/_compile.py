@@ -167,7 +167,7 @@ def _remake(options: dict[str, Any], make: Callable[..., Any], *args: Any) -> An
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    known = [name for name in inspect.signature(_torch_compile).parameters if name != "model"]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise TypeError(

@@ -41,10 +41,8 @@ class Exports(PatchPoint):
         import torch.export._trace
 
         self.wrap(torch.export._trace, "_export", self._export)
-        from torch._export import non_strict_utils
-
-        if hasattr(non_strict_utils, "_override_builtin_ops"):
-            self.wrap(non_strict_utils, "_override_builtin_ops", self._override_builtins)
+        if hasattr(torch.export._trace, "_override_builtin_ops"):
+            self.wrap(torch.export._trace, "_override_builtin_ops", self._override_builtins)
 
     def _override_builtins(self, override: Any, _: Any, args: Any, kwargs: Any) -> Any:
         """Replace ``max``, ``min`` and ``math.pow`` for one export, so that overlapping ones leave nothing behind."""

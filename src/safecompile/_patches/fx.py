@@ -12,6 +12,7 @@ import builtins
 import importlib.machinery
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType, ModuleType
@@ -233,8 +234,9 @@ class FXPatches(PatchPoint):
         return lambda: frame_dict.pop(name, None) if stored is _ABSENT else frame_dict.update({name: stored})
 
 
-def _trace_on_one_thread(trace: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+def _trace_on_one_thread(trace: Callable[..., Any], tracer: Any, args: Any, kwargs: Any) -> Any:
     """Run a backward inside the trace on the tracing thread, which has the trace's state, and not on a device's."""
+    tracer._qualname_counter = defaultdict(int)  # torch has one for all tracers of the process
     with torch.autograd.set_multithreading_enabled(False):
         return trace(*args, **kwargs)
 

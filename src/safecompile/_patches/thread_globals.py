@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
+
 from safecompile._patches.point import PatchPoint, constant, with_constants
 
 __all__ = ["Made", "ThreadGlobals"]
@@ -68,9 +70,10 @@ class ThreadGlobals(PatchPoint):
         for function in _functions_of(module):
             if any(name in code.co_names for code in _codes(function.__code__) for name in names):
                 self.recode(function, with_constants(codes[_key(function.__code__)], local=local))
-        for name in names:
-            # The calling thread may be inside a mode that it entered before.
-            setattr(local, name, vars(module)[name])
+        if torch._C._len_torch_dispatch_stack():
+            # The calling thread is inside a mode that it entered before.
+            for name in names:
+                setattr(local, name, vars(module)[name])
         self._local = local
         self.replace(module, "__class__", _module_class(module, names, local))
 
