@@ -132,7 +132,9 @@ def function(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{"fullgrph": True}, {"model": function}, {"fn": function}, {"timeout": 3}], ids=str
+    "options",
+    [{"fullgrph": True}, {"model": function}, {"fn": function}, {"timeout": 3}],
+    ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("how", ["call", "decorator"])
 def test_an_unknown_option_is_refused_at_decoration_and_the_known_ones_are_named(
