@@ -70,7 +70,8 @@ class ThreadGlobals(PatchPoint):
         for function in _functions_of(module):
             if any(name in code.co_names for code in _codes(function.__code__) for name in names):
                 self.recode(function, with_constants(codes[_key(function.__code__)], local=local))
-        if torch._C._len_torch_dispatch_stack():
+        self._carried = torch._C._len_torch_dispatch_stack() > 0
+        if self._carried:
             # The calling thread is inside a mode that it entered before.
             for name in names:
                 setattr(local, name, vars(module)[name])
@@ -81,7 +82,8 @@ class ThreadGlobals(PatchPoint):
         if self.active:
             module = importlib.import_module(self._module_name)
             super().restore()
-            vars(module).update({name: getattr(self._local, name) for name in self._present()})
+            if self._carried:
+                vars(module).update({name: getattr(self._local, name) for name in self._present()})
 
     def _present(self) -> tuple[str, ...]:
         module = importlib.import_module(self._module_name)
