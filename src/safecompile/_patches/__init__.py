@@ -12,7 +12,7 @@ from safecompile._core.errors import PatchesInUseError, PatchMismatchError
 from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches import dynamo
-from safecompile._patches.dynamo import CompileLock, LazyBackward, ResumeFunctions, SingleFlight
+from safecompile._patches.dynamo import CompileLock, FullgraphCount, LazyBackward, ResumeFunctions, SingleFlight
 from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches
 from safecompile._patches.point import PatchPoint, threads_running
@@ -42,6 +42,7 @@ class Patches:
             fx,
             CompileLock(fx_trace_lock),
             SingleFlight(gate, fx_trace_lock, guarded),
+            FullgraphCount(),
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
             Exports(fx),

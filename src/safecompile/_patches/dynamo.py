@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -213,6 +214,49 @@ def _inserted(guard_manager: Any) -> Callable[[], bool]:
         return manager is None or manager.cache_entry is not None
 
     return inserted
+
+
+class _Call(threading.local):
+    ticket: int | None = None
+
+
+class FullgraphCount(PatchPoint):
+    name = "fullgraph-count"
+    protects = 'a fullgraph=True call beside others dies with "found no compiled frames" (S7)'
+    upstream = "torch/_dynamo/eval_frame.py, set_fullgraph_compiled_frame_count"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._call = _Call()
+        self._tickets = itertools.count()
+
+    def needed(self) -> bool:
+        from torch._dynamo import eval_frame
+
+        return hasattr(eval_frame, "set_fullgraph_compiled_frame_count")
+
+    def mismatch(self) -> str | None:
+        return None
+
+    def apply(self) -> None:
+        from torch._dynamo import eval_frame
+
+        self.wrap(eval_frame, "set_fullgraph_compiled_frame_count", self._set)
+
+    def _set(self, set_count: Callable[[int], int], _: Any, args: Any, kwargs: Any) -> int:
+        """Start (0) or end (-1) the count of a call. The process has one count; only an undisturbed one is believed."""
+        mine = self._call.ticket
+        starts = args[0] == 0
+        if starts == (mine is not None):
+            return 0 if starts else -1  # inside a call that is counted already, or after its end
+        ticket = next(self._tickets)
+        if starts:
+            self._call.ticket = ticket
+            set_count(0)
+            return -1
+        self._call.ticket = None
+        count = set_count(-1)
+        return count if mine == ticket - 1 else max(count, 1)
 
 
 class ResumeFunctions(PatchPoint):
