@@ -249,14 +249,15 @@ class FullgraphCount(PatchPoint):
         starts = args[0] == 0
         if starts == (mine is not None):
             return 0 if starts else -1  # inside a call that is counted already, or after its end
-        ticket = next(self._tickets)
         if starts:
-            self._call.ticket = ticket
+            next(self._tickets)  # before, so that others see that their count is disturbed
             set_count(0)
+            self._call.ticket = next(self._tickets)
             return -1
         self._call.ticket = None
         count = set_count(-1)
-        return count if mine == ticket - 1 else max(count, 1)
+        undisturbed = mine is not None and next(self._tickets) == mine + 1
+        return count if undisturbed else max(count, 1)
 
 
 class ResumeFunctions(PatchPoint):
