@@ -61,7 +61,8 @@ class Gate:
         return self._compiled.get(thread, 0)
 
     def open(self) -> int:
-        """Start (or go on) counting, and return the epoch, which is at least 1."""
+        """Start (or go on) counting, and return the epoch, which is at least 1. Call with the lock held."""
+        self.forget_pending()  # from before an uninstallation, and in place or gone since
         self._serial += 1
         self.epoch = self._serial
         return self.epoch

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from safecompile._patches.point import PatchPoint, constant, with_constants
+from safecompile._patches.point import PatchPoint, constant, threads_running, with_constants
 
 __all__ = ["Made", "ThreadGlobals"]
 
@@ -81,9 +81,13 @@ class ThreadGlobals(PatchPoint):
     def restore(self) -> None:
         if self.active:
             module = importlib.import_module(self._module_name)
+            inside = threading.get_ident() in threads_running(self.replaced_code())
             super().restore()
-            if self._carried:
-                vars(module).update({name: getattr(self._local, name) for name in self._present()})
+            values = {name: getattr(self._local, name) for name in self._present()} if self._carried else self._defaults
+            if not inside:
+                # What began before the installation and ended after it has left its flags behind.
+                flags = {name: value for name, value in values.items() if value is None or isinstance(value, bool)}
+                vars(module).update({name: flags[name] for name in self._present() if name in flags})
 
     def _present(self) -> tuple[str, ...]:
         module = importlib.import_module(self._module_name)
