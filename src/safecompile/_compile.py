@@ -91,7 +91,8 @@ def _guard(function: Callable[_P, _R], options: dict[str, Any]) -> Callable[_P, 
             # writes nothing that another thread sees and takes no lock.
             seen = gate.epoch or patches.install()  # noqa: F841
             try:
-                return compiled(*args, **kwargs)  # type: ignore[no-any-return]
+                # Handing on an empty dict of keywords costs 50 ns.
+                return compiled(*args, **kwargs) if kwargs else compiled(*args)  # type: ignore[no-any-return, call-arg]
             except LookAgain:  # nothing of the function has run; another thread has compiled it
                 tries += 1
 
