@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import CodeType, MethodType
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 
 from safecompile._core.errors import UnsupportedCallableError
-from safecompile._core.gate import LookAgain
-from safecompile._patches import Patches, gate
-from safecompile._patches.dynamo import mark_as_compiled
+from safecompile._patches import patches
 
-__all__ = ["patches", "thread_safe_compile"]
+__all__ = ["thread_safe_compile"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -84,19 +82,7 @@ def _guard(function: Callable[_P, _R], options: dict[str, Any]) -> Callable[_P, 
     if compiled is function:  # disable=True
         return function
 
-    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        tries = 0
-        while True:
-            # Noted before Dynamo looks in its cache; the gate reads it from this frame, so that a warm call
-            # writes nothing that another thread sees and takes no lock.
-            seen = gate.epoch or patches.install()  # noqa: F841
-            try:
-                # Handing on an empty dict of keywords costs 50 ns.
-                return compiled(*args, **kwargs) if kwargs else compiled(*args)  # type: ignore[no-any-return, call-arg]
-            except LookAgain:  # nothing of the function has run; another thread has compiled it
-                tries += 1
-
-    mark_as_compiled(guarded, compiled)
+    guarded = compiled if patches.calls.guard(compiled) else _installing(compiled)
     named = function if hasattr(function, "__name__") else type(function)  # a callable object
     functools.update_wrapper(guarded, named, updated=())
     guarded.__wrapped__ = function  # type: ignore[attr-defined]
@@ -104,16 +90,19 @@ def _guard(function: Callable[_P, _R], options: dict[str, Any]) -> Callable[_P, 
     return guarded
 
 
-_GUARDED_CODE = next(
-    constant
-    for constant in _guard.__code__.co_consts
-    if isinstance(constant, CodeType) and constant.co_name == "guarded"
-)
+def _installing(compiled: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap what an unknown torch has returned."""
+
+    @functools.wraps(compiled)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        patches.install()
+        return compiled(*args, **kwargs)
+
+    return guarded
+
 
 # Bound now: somebody may put thread_safe_compile in the place of torch.compile.
 _torch_compile = torch.compile
-
-patches = Patches(_GUARDED_CODE)
 
 # The guarded subclasses of each module class; the same options give the same class, so that replicas share graphs.
 _guarded_classes: dict[type, list[tuple[dict[str, Any], type[torch.nn.Module]]]] = {}

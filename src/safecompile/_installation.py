@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from safecompile._compile import patches
 from safecompile._core.errors import PatchesInUseError
 from safecompile._core.lock import LockStatistics
-from safecompile._patches import fx_trace_lock, gate
+from safecompile._patches import fx_trace_lock, gate, patches
 
 __all__ = ["PatchStatus", "Statistics", "install", "statistics", "uninstall"]
 

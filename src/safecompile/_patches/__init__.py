@@ -12,13 +12,14 @@ from safecompile._core.errors import PatchesInUseError, PatchMismatchError
 from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches import dynamo
+from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.dynamo import CompileLock, FullgraphCount, LazyBackward, ResumeFunctions, SingleFlight
 from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.thread_globals import Made, ThreadGlobals
 
-__all__ = ["Patches", "fx_trace_lock", "gate"]
+__all__ = ["fx_trace_lock", "gate", "patches"]
 
 gate = Gate()
 fx_trace_lock = FXTraceLock(dynamo.compile_lock)
@@ -30,9 +31,8 @@ STRAGGLERS_LIMIT = 5.0
 class Patches:
     """All patch points of this process, installed and restored together."""
 
-    def __init__(self, guarded: CodeType) -> None:
-        """``guarded`` is the code of the wrapper around every guarded call."""
-        self._guarded = guarded
+    def __init__(self) -> None:
+        self.calls = CompiledCalls(gate, self)
         self._guard = threading.Lock()
         self._warned = False
         self._mismatches: list[str] = []
@@ -41,7 +41,8 @@ class Patches:
             *(ThreadGlobals(*row) for row in _THREAD_GLOBALS),
             fx,
             CompileLock(fx_trace_lock),
-            SingleFlight(gate, fx_trace_lock, guarded),
+            self.calls,
+            SingleFlight(gate, fx_trace_lock, self.calls),
             FullgraphCount(),
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
@@ -64,7 +65,6 @@ class Patches:
                 if strict and self._mismatches:
                     self._complain(strict=True)
                 return gate.epoch
-            dynamo.skip_frames_of(self._guarded)
             self._mismatches = [f"{point.name}: {reason}" for point in self.points if (reason := _install(point))]
             if self._mismatches:
                 self._complain(strict=strict)
@@ -98,7 +98,7 @@ class Patches:
             self._restore()
 
     def _check_idle(self) -> None:
-        busy = threads_running({self._guarded}.union(*(point.replacing_code() for point in self.points)))
+        busy = threads_running(self.calls.codes.union(*(point.replacing_code() for point in self.points)))
         if busy:
             names = {t.ident: t.name for t in threading.enumerate()}
             raise PatchesInUseError(
@@ -198,3 +198,5 @@ _THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "a trace beside a compile gives a graph module of another class",
     ),
 )
+
+patches = Patches()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from safecompile._core.lock import FXTraceLock
+    from safecompile._patches.compiled_call import CompiledCalls
 
 __all__ = [
     "CompileLock",
@@ -27,7 +28,6 @@ __all__ = [
     "ResumeFunctions",
     "SingleFlight",
     "compile_lock",
-    "mark_as_compiled",
     "skip_frames_of",
 ]
 
@@ -49,12 +49,6 @@ def skip_frames_of(code: CodeType) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(code)
-
-
-def mark_as_compiled(wrapper: Callable[..., Any], compiled: Callable[..., Any]) -> None:
-    """Let Dynamo see ``wrapper`` as it sees ``compiled``: another compile around it inlines the original function."""
-    functools.update_wrapper(wrapper, compiled)
-    wrapper._torchdynamo_wrapper_id = id(wrapper)  # type: ignore[attr-defined]
 
 
 class CompileLock(PatchPoint):
@@ -90,10 +84,9 @@ class SingleFlight(PatchPoint):
     protects = "N threads that make one first call compile it up to N times (E4)"
     upstream = "pytorch#123177; torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
 
-    def __init__(self, gate: Gate, lock: FXTraceLock, guarded: CodeType) -> None:
-        """``guarded`` is the code of the library's wrapper, which catches ``LookAgain``; its local ``seen`` is the epoch."""
+    def __init__(self, gate: Gate, lock: FXTraceLock, calls: CompiledCalls) -> None:
         super().__init__()
-        self._gate, self._lock, self._guarded = gate, lock, guarded
+        self._gate, self._lock, self._calls = gate, lock, calls
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame, eval_frame
@@ -164,11 +157,7 @@ class SingleFlight(PatchPoint):
         By the identity of frames and not by code and name: a plain compiled object over the same code,
         called in the eager part of a guarded call, must not unwind that part.
         """
-        if caller.f_code is _RESUME_CODE:
-            return caller
-        outer = caller.f_back
-        is_compiled_call = caller.f_code.co_filename == sys.modules["torch._dynamo.eval_frame"].__file__
-        return outer if is_compiled_call and outer is not None and outer.f_code is self._guarded else None
+        return caller if caller.f_code is _RESUME_CODE or self._calls.catch(caller.f_code) else None
 
     def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""

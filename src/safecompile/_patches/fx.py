@@ -20,7 +20,8 @@ from typing import Any, cast
 
 import torch
 
-from safecompile._patches.point import PatchPoint, with_constants
+from safecompile._patches.point import PatchPoint
+from safecompile._patches.rewriting import with_constants
 
 __all__ = ["FXPatches"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import wrapt
 
-__all__ = ["PatchPoint", "constant", "threads_running", "with_constants"]
+__all__ = ["PatchPoint", "threads_running"]
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -98,33 +98,13 @@ def _get(owner: Any, name: str) -> Any:
     return vars(owner)[name] if name in vars(owner) else getattr(owner, name)
 
 
-def constant(name: str) -> str:
-    """Return the text that stands in code for the object ``name`` until :func:`with_constants` puts it in."""
-    return f"<safecompile constant {name}>"
-
-
-def with_constants(code: CodeType, **objects: Any) -> CodeType:
-    """Return ``code`` with objects in the place of :func:`constant` texts.
-
-    In this way a function of torch reaches our objects without a name being added to torch's modules.
-    """
-    marks = {constant(name): value for name, value in objects.items()}
-
-    def put(value: Any) -> Any:
-        if isinstance(value, str) and value in marks:
-            return marks[value]
-        return with_constants(value, **objects) if isinstance(value, CodeType) else value
-
-    return code.replace(co_consts=tuple(put(value) for value in code.co_consts))
-
-
 def threads_running(codes: set[CodeType]) -> set[int]:
     """Return the idents of the threads that have a frame of one of ``codes`` on their stack."""
-    found = set()
+    found, wanted = set(), {id(code) for code in codes}  # code that Dynamo has made may have no hash
     for ident, top in sys._current_frames().items():
         frame: FrameType | None = top
         while frame is not None:
-            if frame.f_code in codes:
+            if id(frame.f_code) in wanted:
                 found.add(ident)
                 break
             frame = frame.f_back

@@ -17,14 +17,14 @@ import importlib
 import inspect
 import symtable
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from safecompile._patches.point import PatchPoint, constant, threads_running, with_constants
+from safecompile._patches.point import PatchPoint, threads_running
+from safecompile._patches.rewriting import codes_in, constant, rewritten, with_constants
 
 __all__ = ["Made", "ThreadGlobals"]
 
@@ -58,19 +58,10 @@ class ThreadGlobals(PatchPoint):
         module = importlib.import_module(self._module_name)
         names = self._present()
         local, count = _local_storage(module, {name: self._defaults[name] for name in names})
-        source = self._source()
-        lines = source.splitlines()
-        tree = ast.parse(source)
-        tree.body = [
-            _Redirect(self._defaults).visit(node)
-            for node in tree.body
-            if isinstance(node, ast.ImportFrom)  # annotations from __future__
-            or any(name in line for line in lines[node.lineno - 1 : node.end_lineno] for name in names)
-        ]
-        codes = {_key(code): code for code in _codes(compile(tree, str(module.__file__), "exec", dont_inherit=True))}
+        changed = rewritten(module, names, _Redirect(self._defaults))
         for function in _functions_of(module):
-            if any(name in code.co_names for code in _codes(function.__code__) for name in names):
-                self.recode(function, with_constants(codes[_key(function.__code__)], local=local, set=count))
+            if any(name in code.co_names for code in codes_in(function.__code__) for name in names):
+                self.recode(function, with_constants(changed(function.__code__), local=local, set=count))
         self._carried = torch._C._len_torch_dispatch_stack() > 0
         if self._carried:
             # The calling thread is inside a mode that it entered before.
@@ -168,17 +159,6 @@ def _module_class(module: ModuleType, names: tuple[str, ...], local: Any) -> typ
         return property(lambda _: getattr(local, name), lambda _, value: setattr(local, name, value))
 
     return type("ModuleWithThreadGlobals", (type(module),), {name: redirect(name) for name in names})
-
-
-def _key(code: CodeType) -> tuple[str, int]:
-    return code.co_name, code.co_firstlineno
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _codes(value)
 
 
 def _functions_of(module: ModuleType) -> list[FunctionType]:

@@ -1,0 +1,111 @@
+"""The function that ``torch.compile`` returns, changed so that a call can be sent back to Dynamo's cache.
+
+``LookAgain`` is caught in torch's own wrapper around a compiled call: no frame is added to a warm call, and no
+code of the user's stands between the one that raises and the one that calls again.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+from types import CodeType, FunctionType
+from typing import Any, Protocol
+
+from safecompile._core.gate import Gate, LookAgain
+from safecompile._patches.point import PatchPoint
+from safecompile._patches.rewriting import codes_in, constant, rewritten, with_constants
+
+__all__ = ["CompiledCalls"]
+
+
+class _Installs(Protocol):
+    def install(self) -> int: ...
+
+
+class _InstallsNothing:
+    def install(self) -> int:
+        return 0
+
+
+class CompiledCalls(PatchPoint):
+    name = "compiled-calls"
+    protects = "N threads that make one first call compile it up to N times (E4)"
+    upstream = "pytorch#123177; torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__"
+
+    def __init__(self, gate: Gate, patches: _Installs) -> None:
+        """A guarded callable installs ``patches`` when it is called."""
+        super().__init__()
+        self._gate, self._patches = gate, patches
+        # By torch's code: what guarded callables run, and what all others do while the patches are installed.
+        self._guarded: dict[CodeType, CodeType] = {}
+        self._plain: dict[CodeType, CodeType] = {}
+        self.codes: set[CodeType] = set()
+
+    def mismatch(self) -> str | None:
+        self._prepare()
+        return None if self.codes else "torch.compile does not return a function that can be made to call again"
+
+    def apply(self) -> None:
+        from torch._dynamo import eval_frame
+
+        self._prepare()
+        for code, plain in self._plain.items():
+            for function in gc.get_referrers(code):
+                if type(function) is FunctionType and function.__code__ is code:
+                    self.recode(function, plain)
+        make: Any = eval_frame._TorchDynamoContext.__call__
+        consts = tuple(self._plain.get(const, const) for const in make.__code__.co_consts)
+        self.recode(make, make.__code__.replace(co_consts=consts))
+
+    def guard(self, compiled: Any) -> bool:
+        """Make a function that ``torch.compile`` has returned install the patches when it is called."""
+        self._prepare()
+        code = self._guarded.get(compiled.__code__)
+        if code is not None:
+            compiled.__code__ = code
+        return code is not None
+
+    def catch(self, code: CodeType) -> bool:
+        """Tell whether ``code`` catches ``LookAgain``; its locals are ``seen``, the epoch, and ``tries``."""
+        return any(code is one for one in self.codes)  # Dynamo's code may hold constants that have no hash
+
+    def _prepare(self) -> None:
+        from torch._dynamo import eval_frame
+
+        if self.codes:
+            return
+        changed = rewritten(eval_frame, ["class _TorchDynamoContext"], _CallAgain())
+        for code in codes_in(eval_frame._TorchDynamoContext.__call__.__code__):
+            if code.co_name in _CallAgain.names and changed(code).co_freevars == code.co_freevars:
+                for codes, patches in ((self._guarded, self._patches), (self._plain, _InstallsNothing())):
+                    codes[code] = with_constants(changed(code), gate=self._gate, patches=patches, look_again=LookAgain)
+        self._guarded.update({plain: self._guarded[code] for code, plain in self._plain.items()})
+        self.codes.update(self._guarded.values(), self._plain.values())
+
+
+class _CallAgain(ast.NodeTransformer):
+    """Puts a loop around the body of the wrapper."""
+
+    names = ("compile_wrapper", "_fn")  # in newer and in older torch
+    loop = f"""
+tries = 0
+while True:
+    # Noted before Dynamo looks in its cache; the gate reads it from this frame, so that a warm call
+    # writes nothing that another thread sees and takes no lock.
+    seen = {constant("gate")!r}.epoch or {constant("patches")!r}.install()
+    try:
+        pass
+    except {constant("look_again")!r}:  # nothing of the function has run; another thread has compiled it
+        tries += 1
+"""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        if node.name in self.names:
+            tree: Any = ast.parse(self.loop)
+            for part in map(vars, ast.walk(tree)):
+                if "lineno" in part:
+                    part["lineno"] = part["end_lineno"] = node.lineno
+            tree.body[1].body[1].body = node.body
+            node.body = tree.body
+        return node

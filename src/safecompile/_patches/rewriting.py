@@ -1,0 +1,63 @@
+"""Functions of torch compiled again from their source with something changed in it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+__all__ = ["codes_in", "constant", "rewritten", "with_constants"]
+
+
+def rewritten(module: ModuleType, names: Sequence[str], change: ast.NodeTransformer) -> Callable[[CodeType], CodeType]:
+    """Apply ``change`` to the top-level statements of a module in which one of ``names`` stands.
+
+    Returns:
+        a function that finds the changed code by the code it replaces.
+    """
+    source = inspect.getsource(module)
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    tree.body = [
+        change.visit(node)
+        for node in tree.body
+        if (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+        or any(name in line for line in lines[node.lineno - 1 : node.end_lineno] for name in names)
+    ]
+    compiled = compile(tree, str(module.__file__), "exec", dont_inherit=True)
+    found = {_key(code): code for code in codes_in(compiled)}
+    return lambda code: found[_key(code)]
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Return ``code`` and the code of what is defined in it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from codes_in(value)
+
+
+def _key(code: CodeType) -> tuple[str, int]:
+    return code.co_name, code.co_firstlineno
+
+
+def constant(name: str) -> str:
+    """Return the text that stands in code for the object ``name`` until :func:`with_constants` puts it in."""
+    return f"<safecompile constant {name}>"
+
+
+def with_constants(code: CodeType, **objects: Any) -> CodeType:
+    """Return ``code`` with objects in the place of :func:`constant` texts.
+
+    In this way a function of torch reaches our objects without a name being added to torch's modules.
+    """
+    marks = {constant(name): value for name, value in objects.items()}
+
+    def put(value: Any) -> Any:
+        if isinstance(value, str) and value in marks:
+            return marks[value]
+        return with_constants(value, **objects) if isinstance(value, CodeType) else value
+
+    return code.replace(co_consts=tuple(put(value) for value in code.co_consts))
