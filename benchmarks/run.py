@@ -7,6 +7,7 @@ ratios within one repetition. What is measured:
     warm      a call of what is compiled, through a function, a method and a module
     beside    the longest warm call while another thread compiles
     imports   `import safecompile` after `import torch`
+    checkpoint  a stack of checkpointed blocks: time and memory in one thread, and four threads' throughput
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 PIECES = Path(__file__).with_name("pieces.py")
@@ -44,9 +45,12 @@ class Plan:
     blocked_seconds: float = 2.0
     layers: int = 2
     import_repeats: int = 5
+    checkpoint_steps: int = 60
+    checkpoint_rounds: int = 60
+    checkpoint_tokens: int = 256
 
 
-QUICK = Plan((1, 4), 1, (2, 100, 5), 1, 0.3, 1, 1)
+QUICK = Plan((1, 4), 1, (2, 100, 5), 1, 0.3, 1, 1, 3, 2, 16)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,23 @@ class Bench:
         ]
         return {"runs": runs}
 
+    def checkpoint(self) -> Result:
+        plan = self.plan
+        size = {"layers": 4, "width": 256, "tokens": plan.checkpoint_tokens}
+        large = {"layers": 8, "width": 256, "tokens": 32 * plan.checkpoint_tokens}
+        return {
+            "time": {
+                str(p): self.run("checkpoint_time", dropout=p, steps=plan.checkpoint_steps, **size) for p in (0.0, 0.1)
+            },
+            "memory": {
+                str(p): {
+                    v: self.run("checkpoint_memory", variant=v, dropout=p, **large) for v in ("stock", "safecompile")
+                }
+                for p in (0.0, 0.1)
+            },
+            "threads": self.run("checkpoint_threads", threads=4, rounds=plan.checkpoint_rounds, steps=2, **size),
+        }
+
 
 def _in_turn(variants: Sequence[Any], times: int) -> Iterable[Sequence[Any]]:
     return [variants[:: -1 if index % 2 else 1] for index in range(times)]
@@ -181,6 +202,25 @@ def report_imports(result: Result) -> Iterable[str]:
     yield f"  torch {median(torch):.2f} s; safecompile after it {extra * 1e3:.1f} ms; both/torch {_ratio(ours, torch):.3f}"
 
 
+def report_checkpoint(result: Result) -> Iterable[str]:
+    yield "A stack of checkpointed blocks (ours/stock; the limits are those of a 95 % interval)"
+    for p, measured in result["time"].items():
+        average, margin = _mean_ratio(measured["safecompile"], measured["stock"])
+        memory = {variant: run["bytes"] for variant, run in result["memory"][p].items()}
+        yield (
+            f"  one thread, dropout {p}: time {average:.3f}, at most {average + margin:.3f}; "
+            f"memory {memory['safecompile'] / memory['stock']:.3f} of {memory['stock'] / 2**20:.0f} MiB"
+        )
+    threads = result["threads"]
+    average, margin = _mean_ratio(threads["stock"], threads["safecompile"])
+    yield f"  four threads without random numbers: throughput {average:.3f}, at least {average - margin:.3f}"
+
+
+def _mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return mean(ratios), 1.96 * stdev(ratios) / len(ratios) ** 0.5
+
+
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return median(one / other for one, other in zip(ours, theirs, strict=True))
 
@@ -190,6 +230,7 @@ REPORTS: dict[str, Callable[[Result], Iterable[str]]] = {
     "warm": report_warm,
     "beside": report_beside,
     "imports": report_imports,
+    "checkpoint": report_checkpoint,
 }
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from safecompile import CheckpointRandomnessError, UnsupportedCallableError, checkpoint, thread_safe_compile
+from safecompile._patches import regions
 from safecompile._patches.random_numbers import Recording
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.threads import gather_threads, run_threads, switch_interval
@@ -39,6 +40,12 @@ def draw_elsewhere(size: int = 64) -> None:
     elsewhere(lambda: torch.rand(size))
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> None:
+    """Let each region be looked at for the first time: what it draws is learned by its code."""
+    regions._known.clear()
+
+
 @contextlib.contextmanager
 def another_thread() -> Iterator[None]:
     """Have another thread in the process. It does nothing."""
@@ -55,9 +62,9 @@ def another_thread() -> Iterator[None]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the process have one thread: what libraries and other tests have left running is not counted."""
-    count = threading.active_count
-    others = count() - 1
-    monkeypatch.setattr(threading, "active_count", lambda: count() - others)
+    enumerate_all = threading.enumerate
+    others = {thread for thread in enumerate_all() if thread is not threading.current_thread()}
+    monkeypatch.setattr(threading, "enumerate", lambda: [t for t in enumerate_all() if t not in others])
 
 
 @pytest.fixture
@@ -1128,10 +1135,9 @@ def test_the_noise_that_rrelu_fills_is_there_before_its_gradient() -> None:
 
 def test_only_what_draws_is_recorded() -> None:
     def recorded(function: Callable[[], Any]) -> list[Any]:
-        tape: list[Any] = []
-        with Recording(tape):
+        with Recording() as recording:
             function()
-        return [numbers for _, numbers in tape if numbers is not None]
+        return [numbers for _, numbers, _ in recording.tape if numbers is not None]
 
     x = torch.rand(4, 8)
     assert recorded(lambda: attention(x, 0.0)) == []
@@ -1175,11 +1181,39 @@ def test_a_region_that_draws_more_in_the_recomputation_is_an_error() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("run", "where"), INTERRUPTIONS)
-def test_threads_that_come_and_go_while_a_region_runs_that_began_alone_do_no_harm(run: int, where: str) -> None:
+@pytest.mark.parametrize("where", ["before", "between"])
+def test_threads_that_come_and_go_while_a_forward_runs_that_began_alone_do_no_harm(where: str) -> None:
     x = ones()
-    y = checkpoint(interrupted_in(run, where), x)
+    y = checkpoint(interrupted_in(1, where), x)
     assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+
+
+def raised_then_right(make_region: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    """A thread that only the region itself can have started is noticed; from then on its numbers are recorded."""
+    x = ones()
+    y = checkpoint(make_region(), x)
+    with pytest.raises(CheckpointRandomnessError, match="another thread may have drawn") as caught:
+        backward(y, x)
+    assert "run forward and backward again" in str(caught.value)
+    with another_thread():
+        y = checkpoint(make_region(), x)
+        assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("where", ["before", "between"])
+def test_threads_that_come_and_go_while_a_recomputation_runs_that_began_alone_are_noticed(where: str) -> None:
+    raised_then_right(lambda: interrupted_in(2, where))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("where", ["before", "between"])
+def test_threads_that_come_and_go_in_a_region_that_is_known_to_draw_are_noticed(where: str) -> None:
+    x = ones()
+    for _ in range(2):
+        y = checkpoint(interrupted_in(3, where), x)
+        assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    raised_then_right(lambda: interrupted_in(1, where))
 
 
 @pytest.mark.usefixtures("alone")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from safecompile._checkpoint import checkpoint
+from safecompile._checkpoint import checkpoint, checkpoint_sequential
 from safecompile._compile import thread_safe_compile
 from safecompile._context import capture_context
 from safecompile._core.errors import (
@@ -28,6 +28,7 @@ __all__ = [
     "UnsupportedCallableError",
     "capture_context",
     "checkpoint",
+    "checkpoint_sequential",
     "fx_trace_lock",
     "install",
     "statistics",

@@ -12,7 +12,7 @@ import torch
 
 from safecompile._core.errors import UnsupportedCallableError
 from safecompile._patches import gate
-from safecompile._patches.random_numbers import tensors_in
+from safecompile._patches.generators import tensors_in
 
 __all__ = ["WarmupReport", "warmup"]
 

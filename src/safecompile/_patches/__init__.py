@@ -13,10 +13,18 @@ from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches import dynamo
 from safecompile._patches.compiled_call import CompiledCalls
-from safecompile._patches.dynamo import CompileLock, FullgraphCount, LazyBackward, ResumeFunctions, SingleFlight
+from safecompile._patches.dynamo import (
+    CacheOrder,
+    CompileLock,
+    FullgraphCount,
+    LazyBackward,
+    ResumeFunctions,
+    SingleFlight,
+)
 from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches
 from safecompile._patches.point import PatchPoint, threads_running
+from safecompile._patches.regions import TorchCheckpoint
 from safecompile._patches.thread_globals import Made, ThreadGlobals
 
 __all__ = ["fx_trace_lock", "gate", "patches"]
@@ -47,6 +55,8 @@ class Patches:
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
             Exports(fx),
+            TorchCheckpoint(),
+            CacheOrder(),
         )
 
     def install(self, *, strict: bool = False) -> int:
@@ -190,6 +200,12 @@ _THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "torch.export._trace",
         {"_EXPORT_FLAGS": None, "_EXPORT_MODULE_HIERARCHY": None},
         "an export uses the module hierarchy of another thread's (E3)",
+    ),
+    (
+        "checkpoint-knobs",
+        "torch.utils.checkpoint",
+        dict.fromkeys(("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")),
+        "early stopping and debugging are switched for checkpoints of other threads, and stay so (P2)",
     ),
     (
         "lazy-graph-modules",

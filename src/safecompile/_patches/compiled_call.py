@@ -31,6 +31,7 @@ class CompiledCalls(PatchPoint):
     name = "compiled-calls"
     protects = "N threads that make one first call compile it up to N times (E4)"
     upstream = "pytorch#123177; torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__"
+    old_code_may_run = True
 
     def __init__(self, gate: Gate, patches: _Installs) -> None:
         """A guarded callable installs ``patches`` when it is called."""

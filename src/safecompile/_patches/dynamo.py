@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from safecompile._patches.compiled_call import CompiledCalls
 
 __all__ = [
+    "CacheOrder",
     "CompileLock",
     "LazyBackward",
     "ResumeFunctions",
@@ -203,6 +204,33 @@ def _inserted(guard_manager: Any) -> Callable[[], bool]:
         return manager is None or manager.cache_entry is not None
 
     return inserted
+
+
+class CacheOrder(PatchPoint):
+    name = "cache-order"
+    protects = "a recomputation runs another compiled variant than its forward, after other threads' new shapes (E6)"
+    upstream = "pytorch#166926; torch/csrc/dynamo/extra_state.cpp, _set_lru_cache"
+
+    def needed(self) -> bool:
+        from torch._C._dynamo import eval_frame
+
+        return hasattr(eval_frame, "_set_lru_cache")  # torch 2.10 and newer
+
+    def mismatch(self) -> str | None:
+        return None
+
+    def apply(self) -> None:
+        self._look_at_the_oldest_first(True)
+
+    def restore(self) -> None:
+        if self.active:
+            self._look_at_the_oldest_first(False)
+        super().restore()
+
+    def _look_at_the_oldest_first(self, on: bool) -> None:
+        from torch._C._dynamo import eval_frame
+
+        eval_frame._set_lru_cache(not on)  # type: ignore[attr-defined]
 
 
 class _Call(threading.local):

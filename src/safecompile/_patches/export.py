@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from safecompile._patches.fx import FXPatches
+from safecompile._patches.generators import tensors_in
 from safecompile._patches.point import PatchPoint
-from safecompile._patches.random_numbers import tensors_in
 
 __all__ = ["Exports"]
 

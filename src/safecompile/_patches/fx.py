@@ -15,13 +15,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import torch
 
 from safecompile._patches.point import PatchPoint
-from safecompile._patches.rewriting import with_constants
+from safecompile._patches.rewriting import copy_of, redirecting
 
 __all__ = ["FXPatches"]
 
@@ -59,10 +59,6 @@ class _Dispatcher:
             return replacement(*args, **kwargs)
         finally:
             stack.append(replacement)
-
-
-def _dispatch(*args: Any, **kwargs: Any) -> Any:
-    return "<safecompile constant dispatcher>".call(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 class _ModuleDispatcher(_Dispatcher):
@@ -126,8 +122,8 @@ class FXPatches(PatchPoint):
         # A trace that began before the installation may have its own function in the place of these.
         self._originals = {"__call__": fx._orig_module_call, "__getattr__": fx._orig_module_getattr}
         # The tracer's own wrappers go on to the originals by these names.
-        self.replace(fx, "_orig_module_call", _copy(fx._orig_module_call))
-        self.replace(fx, "_orig_module_getattr", _copy(fx._orig_module_getattr))
+        self.replace(fx, "_orig_module_call", copy_of(fx._orig_module_call))
+        self.replace(fx, "_orig_module_getattr", copy_of(fx._orig_module_getattr))
 
     def _add(self, original: Any, patcher: Any, args: Any, kwargs: Any) -> None:
         def add(owner: Any, name: str, new_fn: Any, deduplicate: bool = True) -> None:
@@ -189,9 +185,7 @@ class FXPatches(PatchPoint):
         if cls is torch.nn.Module and name in self._originals:
             method = self._originals[name]
             code = method.__code__
-            method.__code__ = with_constants(
-                _dispatch.__code__, dispatcher=_Dispatcher(self._stacks, key, _copy(method))
-            )
+            method.__code__ = redirecting(_Dispatcher(self._stacks, key, copy_of(method)).call)
             self._skip_frames_of(method.__code__)
             return lambda: setattr(method, "__code__", code)
         stored = vars(cls).get(name, _ABSENT)
@@ -249,15 +243,3 @@ class _PatchedModule(ModuleType):
 def _has_no_python_code(module: ModuleType) -> bool:
     loader = getattr(module.__spec__, "loader", None)
     return loader is importlib.machinery.BuiltinImporter or isinstance(loader, importlib.machinery.ExtensionFileLoader)
-
-
-def _copy(function: Any) -> Any:
-    if not isinstance(function, FunctionType):
-        return function
-    copied = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copied.__kwdefaults__, copied.__doc__ = function.__kwdefaults__, function.__doc__
-    copied.__qualname__ = function.__qualname__
-    copied.__dict__.update(function.__dict__)
-    return copied

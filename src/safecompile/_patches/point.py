@@ -12,6 +12,8 @@ import wrapt
 
 __all__ = ["PatchPoint", "threads_running"]
 
+_ABSENT = object()
+
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -27,6 +29,8 @@ class PatchPoint(ABC):
     """What goes wrong in torch without it."""
     upstream: str
     """The public report, or the torch source file that shows the cause."""
+    old_code_may_run = False
+    """Whether threads inside replaced code do no harm, and the installation need not wait for them."""
 
     def __init__(self) -> None:
         self.active = False
@@ -64,7 +68,7 @@ class PatchPoint(ABC):
         while self._changes:
             owner, name, old, new = self._changes.pop()
             if _get(owner, name) is new:
-                setattr(owner, name, old)
+                delattr(owner, name) if old is _ABSENT else setattr(owner, name, old)
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Replace the attribute ``name`` of ``owner``."""
@@ -86,7 +90,7 @@ class PatchPoint(ABC):
 
     def replaced_code(self) -> set[CodeType]:
         """Return the code that threads which entered before the change may still be running."""
-        return {old for _, name, old, _ in self._changes if name == "__code__"}
+        return set() if self.old_code_may_run else {old for _, name, old, _ in self._changes if name == "__code__"}
 
     def replacing_code(self) -> set[CodeType]:
         """Return the code that threads inside changed functions run."""
@@ -95,7 +99,7 @@ class PatchPoint(ABC):
 
 def _get(owner: Any, name: str) -> Any:
     """Read the attribute as it is stored, without binding it."""
-    return vars(owner)[name] if name in vars(owner) else getattr(owner, name)
+    return vars(owner)[name] if name in vars(owner) else getattr(owner, name, _ABSENT)
 
 
 def threads_running(codes: set[CodeType]) -> set[int]:

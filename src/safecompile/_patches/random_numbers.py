@@ -1,11 +1,8 @@
-"""Random numbers of a checkpointed region: recorded in its forward, and put in again in its recomputation.
-
-The generators are the process's own. Whatever is saved and restored of them, another thread may draw in
-between; so what is kept is what the random operators gave.
-"""
+"""Dispatch modes that record a checkpointed region's random numbers, and put them in again."""
 
 from __future__ import annotations
 
+import enum
 import inspect
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -14,19 +11,24 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.utils import _pytree as pytree  # the public torch.utils.pytree is newer than torch 2.6
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from safecompile._core.errors import CheckpointRandomnessError
+from safecompile._patches.generators import States, default_generators, tensors_in
 
-__all__ = ["Recording", "Replay", "recompute_to_the_end", "tensors_in"]
+__all__ = ["Draws", "Recording", "Replay", "recompute_to_the_end"]
 
 _OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "inductor_prims", "_c10d_functional"})
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+class Draws(enum.IntEnum):
+    """What a region draws from."""
+
+    NOTHING = enum.auto()
+    DEFAULT = enum.auto()
+    OWN = enum.auto()
+    """Also from a generator that is passed to the operator, or in another way that must be looked at each time."""
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -49,14 +51,16 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             # Attention without dropout draws nothing, and its result is large.
-            draws = _named(func, args, kwargs).get("dropout_p") != 0
-            return self.random(func, args, kwargs) if draws else func(*args, **kwargs)
-        if func.namespace not in _OWN_NAMESPACES:
+            if _named(func, args, kwargs).get("dropout_p") != 0:
+                own = _named(func, args, kwargs).get("generator")
+                is_own = own is not None and own not in default_generators((args, kwargs))
+                return self.random(func, args, kwargs, own=is_own)
+        elif func.namespace not in _OWN_NAMESPACES:
             return self.unknown(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def random(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that draws."""
+    def random(self, func: Any, args: Any, kwargs: Any, *, own: bool) -> Any:
+        """Run an operator that draws, with a default generator or with one of the user's ``own``."""
         raise NotImplementedError
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -64,52 +68,88 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
 
-_Tape = list[tuple[Any, Any]]
-_NOTHING: tuple[Any, Any] = ("nothing", None)
+_Tape = list[tuple[Any, Any, bool]]  # operator, its numbers if it drew, whether from a generator of the user's own
+_NOTHING: tuple[Any, Any, bool] = ("nothing", None, False)
 
 
 class Recording(_Mode):  # type: ignore[no-untyped-call]
     """Records what the region's random operators give."""
 
-    def __init__(self, tape: _Tape) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._tape = tape
-        # An operator has filled one of its arguments, which autograd saves before (the noise of rrelu).
+        self.tape: _Tape = []
+        self.saw = Draws.NOTHING
         self.to_the_end = False
 
-    def random(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def random(self, func: Any, args: Any, kwargs: Any, *, own: bool) -> Any:
         result = func(*args, **kwargs)
-        self._record(func, args, kwargs, result)
+        self.saw = max(self.saw, Draws.OWN if own else Draws.DEFAULT)
+        # An operator fills one of its arguments, which autograd saves before (the noise of rrelu).
+        written = _written(func, args, kwargs)
+        self.to_the_end |= len(written) > sum(
+            leaf is tensor for leaf in pytree.tree_leaves(result) for tensor in written
+        )
+        self._record(func, args, kwargs, result, own=own)
         return result
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
-        before = _generator_states((args, kwargs))
+        self.saw = max(self.saw, Draws.DEFAULT)  # another time it may
+        before = States.of(default_generators((args, kwargs)))
         result = func(*args, **kwargs)
-        if before == _generator_states((args, kwargs)):
-            self._tape.append((func, None))
+        if before.differing(States.of(before)):
+            self._record(func, args, kwargs, result, own=False)
         else:
-            self._record(func, args, kwargs, result)
+            self.tape.append((func, None, False))
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, *, own: bool) -> None:
         written = _written(func, args, kwargs)
         # A result that is one of the arguments written to is stood for by its place among them.
         places = {id(tensor): place for place, tensor in enumerate(written)}
         with _unseen():
             kept = pytree.tree_map(lambda leaf: _Place(places[id(leaf)]) if id(leaf) in places else _kept(leaf), result)
-            self._tape.append((func, ([tensor.clone() for tensor in written], kept)))
-        self.to_the_end |= len(written) > sum(isinstance(leaf, _Place) for leaf in pytree.tree_leaves(kept))
+            self.tape.append((func, ([tensor.clone() for tensor in written], kept), own))
+
+    def forget_defaults(self) -> None:
+        """Keep what generators of the user's own gave, and no more."""
+        self.tape[:] = [entry for entry in self.tape if entry[2]]
 
 
 class Replay(_Mode):  # type: ignore[no-untyped-call]
     """Gives the recorded numbers in the place of new ones."""
 
-    def __init__(self, tape: _Tape) -> None:
+    def __init__(
+        self, tape: _Tape, *, defaults: bool, private: dict[torch.device, torch.Generator] | None = None
+    ) -> None:
+        """``private`` generators are drawn from where the default ones were not recorded."""
         super().__init__()
-        self._tape = iter(tape)
+        self._tape, self._defaults, self._private = iter(tape), defaults, private
+        self.drew = False
 
-    def random(self, func: Any, args: Any, kwargs: Any) -> Any:
-        recorded, numbers = next(self._tape, _NOTHING)
+    def random(self, func: Any, args: Any, kwargs: Any, *, own: bool) -> Any:
+        if own or self._defaults:
+            return self._replay(func, args, kwargs)
+        return func(*args, **kwargs) if self._private is None else self._draw(self._private, func, args, kwargs)
+
+    def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._defaults:
+            return self._replay(func, args, kwargs)
+        before = States.of(default_generators((args, kwargs)) if self._private is not None else ())
+        result = func(*args, **kwargs)
+        if before.differing(States.of(before)):
+            raise _cannot_draw(func)
+        return result
+
+    def _draw(self, private: dict[torch.device, torch.Generator], func: Any, args: Any, kwargs: Any) -> Any:
+        self.drew = True
+        tensors = tensors_in((args, kwargs))
+        device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+        if device not in private or all(argument.name != "generator" for argument in _arguments(func)):
+            raise _cannot_draw(func)
+        return func(*args, **{**kwargs, "generator": private[device]})
+
+    def _replay(self, func: Any, args: Any, kwargs: Any) -> Any:
+        recorded, numbers, _ = next(self._tape, _NOTHING)
         if recorded is not func:
             raise CheckpointRandomnessError(
                 f"the recomputation of a checkpoint draws with {func}, where its forward drew with {recorded}: the "
@@ -126,7 +166,12 @@ class Replay(_Mode):  # type: ignore[no-untyped-call]
                 tensor.copy_(value)
             return pytree.tree_map(lambda leaf: written[leaf.index] if isinstance(leaf, _Place) else _kept(leaf), kept)
 
-    unknown = random
+
+def _cannot_draw(func: Any) -> CheckpointRandomnessError:
+    return CheckpointRandomnessError(
+        f"the recomputation of a checkpoint cannot draw with {func} what its forward drew: threads that may draw as well "
+        "have begun meanwhile. Start them before the forward."
+    )
 
 
 class _Place:
@@ -161,24 +206,15 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return tensors_in([named[a.name] for a in _arguments(func) if a.alias_info and a.alias_info.is_write])
 
 
-def _generator_states(tree: Any) -> bytes:
-    """Return the states of the default generators of the CPU and of the CUDA devices of the tensors in ``tree``."""
-    devices = sorted({tensor.get_device() for tensor in tensors_in(tree) if tensor.is_cuda})
-    with _disable_current_modes():
-        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-        return b"".join(bytes(state.tolist()) for state in states)
-
-
 def recompute_to_the_end() -> None:
-    """Switch early stopping off for the checkpoint whose forward runs now.
-
-    It would end before an operator fills an argument that autograd has saved before.
-    """
-    code = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+    """Switch early stopping off for the checkpoint whose forward runs now."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != (_FILE, "checkpoint"):
         frame = frame.f_back
     generator: Any = frame and frame.f_locals.get("gen")
     region = generator and generator.gi_frame and generator.gi_frame.f_locals.get("new_frame")
     if region is not None:
         region.early_stop = False
+
+
+_FILE = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__.co_filename

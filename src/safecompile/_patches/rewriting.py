@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["codes_in", "constant", "rewritten", "with_constants"]
+__all__ = ["codes_in", "constant", "copy_of", "redirecting", "rewritten", "with_constants"]
 
 
 def rewritten(module: ModuleType, names: Sequence[str], change: ast.NodeTransformer) -> Callable[[CodeType], CodeType]:
@@ -61,3 +61,25 @@ def with_constants(code: CodeType, **objects: Any) -> CodeType:
         return with_constants(value, **objects) if isinstance(value, CodeType) else value
 
     return code.replace(co_consts=tuple(put(value) for value in code.co_consts))
+
+
+def redirecting(target: Callable[..., Any]) -> CodeType:
+    """Return code that calls ``target`` with all its arguments, for a function that is to stay the same object."""
+    return with_constants(_redirect.__code__, target=target)
+
+
+def _redirect(*args: Any, **kwargs: Any) -> Any:
+    return "<safecompile constant target>".__call__(*args, **kwargs)  # type: ignore[operator]
+
+
+def copy_of(function: Any) -> Any:
+    """Return a function with the code that ``function`` has now."""
+    if not isinstance(function, FunctionType):
+        return function
+    copied = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__, copied.__doc__ = function.__kwdefaults__, function.__doc__
+    copied.__qualname__ = function.__qualname__
+    copied.__dict__.update(function.__dict__)
+    return copied
