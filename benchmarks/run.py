@@ -48,9 +48,10 @@ class Plan:
     checkpoint_steps: int = 60
     checkpoint_rounds: int = 60
     checkpoint_tokens: int = 256
+    checkpoint_memory_tokens: int = 8192
 
 
-QUICK = Plan((1, 4), 1, (2, 100, 5), 1, 0.3, 1, 1, 3, 2, 16)
+QUICK = Plan((1, 4), 1, (2, 100, 5), 1, 0.3, 1, 1, 3, 2, 16, 4096)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Bench:
     def checkpoint(self) -> Result:
         plan = self.plan
         size = {"layers": 4, "width": 256, "tokens": plan.checkpoint_tokens}
-        large = {"layers": 8, "width": 256, "tokens": 32 * plan.checkpoint_tokens}
+        large = {"layers": 8, "width": 256, "tokens": plan.checkpoint_memory_tokens}
         return {
             "time": {
                 str(p): self.run("checkpoint_time", dropout=p, steps=plan.checkpoint_steps, **size) for p in (0.0, 0.1)

@@ -383,7 +383,8 @@ def test_outputs_may_be_a_structure() -> None:
 def test_buffers_change_in_both_runs_as_with_torch() -> None:
     norms = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
     x = torch.randn(4, 8, requires_grad=True)
-    for norm, make in zip(norms, (checkpoint, stock), strict=True):
+    makes: list[Checkpoint] = [checkpoint, stock]
+    for norm, make in zip(norms, makes, strict=True):
         make(lambda x, norm=norm: dropout(norm(x)), x).sum().backward()
     assert norms[0].num_batches_tracked == norms[1].num_batches_tracked == 2
     assert all(map(torch.equal, norms[0].buffers(), norms[1].buffers()))

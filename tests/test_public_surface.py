@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FUNCTIONS = {
     "capture_context",
     "checkpoint",
+    "checkpoint_sequential",
     "fx_trace_lock",
     "install",
     "statistics",

@@ -12,6 +12,7 @@ from safecompile._core.errors import PatchesInUseError, PatchMismatchError
 from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches import dynamo
+from safecompile._patches.compile_state import CompileState
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.dynamo import (
     CacheOrder,
@@ -57,6 +58,7 @@ class Patches:
             Exports(fx),
             TorchCheckpoint(),
             CacheOrder(),
+            CompileState(),
         )
 
     def install(self, *, strict: bool = False) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.point import PatchPoint
-from safecompile._patches.rewriting import codes_in, constant, rewritten, with_constants
+from safecompile._patches.rewriting import codes_in, constant, parsed, rewritten, with_constants
 
 __all__ = ["CompiledCalls"]
 
@@ -103,10 +103,7 @@ while True:
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
         if node.name in self.names:
-            tree: Any = ast.parse(self.loop)
-            for part in map(vars, ast.walk(tree)):
-                if "lineno" in part:
-                    part["lineno"] = part["end_lineno"] = node.lineno
-            tree.body[1].body[1].body = node.body
-            node.body = tree.body
+            loop: Any = parsed(self.loop, node)
+            loop[1].body[1].body = node.body
+            node.body = loop
         return node

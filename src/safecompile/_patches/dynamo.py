@@ -8,12 +8,14 @@ import itertools
 import sys
 import threading
 import weakref
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from safecompile._core.gate import Gate, LookAgain
+from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
 
 if TYPE_CHECKING:
@@ -104,8 +106,8 @@ class SingleFlight(PatchPoint):
     def apply(self) -> None:
         from torch._dynamo import convert_frame
 
-        codes = (convert_frame.ConvertFrame.__call__.__code__, SingleFlight._convert.__code__)
-        self._files = tuple(code.co_filename for code in codes)
+        own = Path(SingleFlight._convert.__code__.co_filename).parent
+        self._files = (convert_frame.ConvertFrame.__call__.__code__.co_filename, str(own))
         for name in ("reset", "reset_code_caches"):
             self.wrap(torch._dynamo, name, self._reset)
         self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
@@ -140,7 +142,7 @@ class SingleFlight(PatchPoint):
         elif self._finished_meanwhile(converter, frame):
             return self._run_once_as_it_is()
         with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
-            result = convert(*args, **kwargs)
+            result = _converted(convert, args, kwargs)
         entry = getattr(result, "guarded_code", None)
         if entry is not None:
             self._gate.finish(code, _inserted(entry.guard_manager))
@@ -148,7 +150,7 @@ class SingleFlight(PatchPoint):
 
     def _caller(self, frame: FrameType) -> FrameType:
         """Return the frame that has called the converted one, from a frame of Dynamo's callback."""
-        while frame.f_code is not _RESUME_CODE and frame.f_code.co_filename in self._files:
+        while frame.f_code is not _RESUME_CODE and frame.f_code.co_filename.startswith(self._files):
             frame = cast("FrameType", frame.f_back)
         return frame
 
@@ -178,6 +180,19 @@ class SingleFlight(PatchPoint):
         return types.ConvertFrameReturn(
             frame_exec_strategy=skip, apply_to_code=False, skip_reason="compiled by another thread"
         )
+
+
+def _converted(convert: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Convert the frame; do it again if another thread has changed a setting that the guards look at."""
+    from torch._C._dynamo.guards import GlobalStateGuard
+
+    while True:
+        state = GlobalStateGuard()
+        try:
+            return convert(*args, **kwargs)
+        except Exception:
+            if state.check() or alone():
+                raise
 
 
 def _has_entry(callback: Any, frame: Any) -> bool:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 
 from safecompile._core.errors import CheckpointRandomnessError
+from safecompile._patches.company import Others, alone
 from safecompile._patches.generators import States, default_generators
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.random_numbers import Draws, Recording, Replay, recompute_to_the_end
@@ -45,7 +44,7 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._again is None:
             self._intra_op_threads = torch.get_num_threads()
-            with _Others() as others:
+            with Others() as others:
                 result, self._again = self._forward(others, args, kwargs)
             return result
         mine = torch.get_num_threads()
@@ -60,7 +59,7 @@ class Region:
         finally:
             torch.set_num_threads(mine)
 
-    def _forward(self, others: _Others, args: Any, kwargs: Any) -> tuple[Any, _Again]:
+    def _forward(self, others: Others, args: Any, kwargs: Any) -> tuple[Any, _Again]:
         key = _what_runs(self._function, args)
         known = _known.get(key)
         # Under another mode, such as an outer region's recomputation, the generators do not tell what is drawn.
@@ -96,7 +95,7 @@ def _draw_again(key: Any, states: States, after: States | None, tape: list[Any])
     ``after`` is given if another thread may have drawn meanwhile: the states at the forward's end.
     """
     if after is None and alone():
-        with _Others() as others, states.put_back(), Replay(tape, defaults=False) if tape else nullcontext():
+        with Others() as others, states.put_back(), Replay(tape, defaults=False) if tape else nullcontext():
             try:
                 yield
             finally:
@@ -144,43 +143,6 @@ def _what_runs(function: Any, args: Any) -> Any:
         else id(getattr(thing, "__code__", type(thing)))
         for thing in things
     )
-
-
-def alone() -> bool:
-    """Tell whether no other thread of the process can draw random numbers."""
-    threads = threading.enumerate()
-    foreign = [thread for thread in threads if isinstance(thread, threading._DummyThread)]
-    if len(threads) - len(foreign) > 1:
-        return False
-    # Python did not start these. Those of autograd's engine work for the one thread.
-    frames = sys._current_frames() if foreign else {}
-    for thread in foreign:
-        frame = None if thread.ident == threading.get_ident() else frames.get(thread.ident or 0)
-        while frame is not None and frame.f_back is not None:
-            frame = frame.f_back
-        if frame is not None and not frame.f_globals.get("__name__", "").startswith("torch."):
-            return False
-    return True
-
-
-class _Others:
-    """Tells whether there is another thread, now or at some time before the end of the ``with`` block."""
-
-    def __enter__(self) -> _Others:  # noqa: PYI034  Self is newer than Python 3.10
-        self.seen = self.from_the_start = not alone()
-        if not self.seen:
-            # Called in each new thread before anything of it runs.
-            self._profile = threading.getprofile()
-            threading.setprofile(self._notice)
-        return self
-
-    def _notice(self, *_: Any) -> None:
-        self.seen = True
-        sys.setprofile(self._profile)
-
-    def __exit__(self, *_: object) -> None:
-        if not self.from_the_start:
-            threading.setprofile(self._profile)
 
 
 class TorchCheckpoint(PatchPoint):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["codes_in", "constant", "copy_of", "redirecting", "rewritten", "with_constants"]
+__all__ = ["codes_in", "constant", "copy_of", "functions_of", "parsed", "redirecting", "rewritten", "with_constants"]
 
 
 def rewritten(module: ModuleType, names: Sequence[str], change: ast.NodeTransformer) -> Callable[[CodeType], CodeType]:
@@ -37,6 +38,21 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
     for value in code.co_consts:
         if isinstance(value, CodeType):
             yield from codes_in(value)
+
+
+def parsed(source: str, at: ast.stmt) -> list[ast.stmt]:
+    """Return the statements of ``source`` as if they stood in the line of ``at``."""
+    tree = ast.parse(source)
+    for part in map(vars, ast.walk(tree)):
+        if "lineno" in part:
+            part["lineno"] = part["end_lineno"] = at.lineno
+    return tree.body
+
+
+def functions_of(module: ModuleType) -> list[FunctionType]:
+    """Return every live function of the module, also undecorated ones that only a decorator holds."""
+    referrers = gc.get_referrers(vars(module))
+    return [thing for thing in referrers if type(thing) is FunctionType and thing.__globals__ is vars(module)]
 
 
 def _key(code: CodeType) -> tuple[str, int]:

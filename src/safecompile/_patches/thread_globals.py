@@ -12,19 +12,18 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import gc
 import importlib
 import inspect
 import symtable
 import threading
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from safecompile._patches.point import PatchPoint, threads_running
-from safecompile._patches.rewriting import codes_in, constant, rewritten, with_constants
+from safecompile._patches.rewriting import codes_in, constant, functions_of, rewritten, with_constants
 
 __all__ = ["Made", "ThreadGlobals"]
 
@@ -59,7 +58,7 @@ class ThreadGlobals(PatchPoint):
         names = self._present()
         local, count = _local_storage(module, {name: self._defaults[name] for name in names})
         changed = rewritten(module, names, _Redirect(self._defaults))
-        for function in _functions_of(module):
+        for function in functions_of(module):
             if any(name in code.co_names for code in codes_in(function.__code__) for name in names):
                 self.recode(function, with_constants(changed(function.__code__), local=local, set=count))
         self._carried = torch._C._len_torch_dispatch_stack() > 0
@@ -159,9 +158,3 @@ def _module_class(module: ModuleType, names: tuple[str, ...], local: Any) -> typ
         return property(lambda _: getattr(local, name), lambda _, value: setattr(local, name, value))
 
     return type("ModuleWithThreadGlobals", (type(module),), {name: redirect(name) for name in names})
-
-
-def _functions_of(module: ModuleType) -> list[FunctionType]:
-    """Return every live function of the module, also undecorated ones that only a decorator holds."""
-    referrers = gc.get_referrers(vars(module))
-    return [thing for thing in referrers if type(thing) is FunctionType and thing.__globals__ is vars(module)]

@@ -1,0 +1,123 @@
+"""What a compile puts back when it ends: random numbers and settings that belong to the whole process."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from safecompile._patches.company import alone
+from safecompile._patches.point import PatchPoint
+from safecompile._patches.rewriting import (
+    codes_in,
+    constant,
+    copy_of,
+    functions_of,
+    parsed,
+    redirecting,
+    rewritten,
+    with_constants,
+)
+
+__all__ = ["CompileState"]
+
+
+class CompileState(PatchPoint):
+    """Lets a compile put back generators and settings only if no other thread can have changed them meanwhile."""
+
+    name = "compile-state"
+    protects = (
+        "numbers that other threads draw during a compile are drawn again (S2); settings that they make are undone, or "
+        '"state changed while dynamo tracing" (S3)'
+    )
+    upstream = "torch/_dynamo/convert_frame.py, preserve_global_state; torch/_dynamo/utils.py, preserve_rng_state"
+    old_code_may_run = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._python = threading.local()
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo import convert_frame, utils
+
+        if not hasattr(convert_frame, "preserve_global_state") or not hasattr(utils, "preserve_rng_state"):
+            return "torch._dynamo has no preserve_global_state or preserve_rng_state"
+        return None
+
+    def apply(self) -> None:
+        from torch._dynamo import convert_frame, utils
+
+        changed = rewritten(convert_frame, ["def preserve_global_state"], _OnlyAlone())
+        (code,) = [c for c in codes_in(convert_frame.preserve_global_state.__code__) if c.co_name == "_fn"]
+        new = with_constants(changed(code), alone=alone)
+        for function in functions_of(convert_frame):
+            if function.__code__ is code:
+                self.recode(function, new)
+        preserve: Any = inspect.unwrap(utils.preserve_rng_state)
+        original = copy_of(preserve)
+        self.recode(preserve, redirecting(lambda: _preserved(original)))
+        # Dynamo's C++ code calls these around its callback.
+        self.wrap(random, "getstate", self._get_state)
+        self.wrap(random, "setstate", self._set_state)
+        self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
+
+    def _get_state(self, get: Callable[[], Any], _: Any, args: Any, kwargs: Any) -> Any:
+        self._python.last = get(*args, **kwargs)
+        return self._python.last
+
+    def _call_back(self, call_back: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        if not alone():
+            self._python.keep = getattr(self._python, "last", None)
+        return call_back(*args, **kwargs)
+
+    def _set_state(self, set_: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
+        if args and args[0] is getattr(self._python, "keep", None):
+            self._python.keep = None
+        else:
+            set_(*args, **kwargs)
+
+
+def _preserved(preserve: Callable[[], Iterator[None]]) -> Iterator[None]:
+    if alone():
+        yield from preserve()
+    else:
+        yield
+
+
+class _OnlyAlone(ast.NodeTransformer):
+    """Puts what restores the process's state at the end of a compile, and the check of it, under a condition."""
+
+    _restores = frozenset(
+        {
+            "set_rng_state",
+            "use_deterministic_algorithms",
+            "set_default_dtype",
+            "_set_fp32_precision_setter",
+            "_set_cublas_allow_tf32",
+        }
+    )
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        if node.name == "_fn":
+            node.body[:0] = parsed(f"alone_at_the_start = {constant('alone')!r}.__call__()", node)
+        return node
+
+    def _if_alone(self, node: ast.stmt) -> ast.stmt:
+        (condition,) = parsed(f"if alone_at_the_start and {constant('alone')!r}.__call__(): pass", node)
+        condition.body = [node]  # type: ignore[attr-defined]
+        return condition
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        function = node.value.func if isinstance(node.value, ast.Call) else None
+        return self._if_alone(node) if getattr(function, "attr", "") in self._restores else node
+
+    def visit_If(self, node: ast.If) -> ast.stmt:
+        self.generic_visit(node)
+        return self._if_alone(node) if "guards.check()" in ast.unparse(node.test) else node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        return self._if_alone(node) if "guards.check()" in ast.unparse(node.test) else node
