@@ -150,6 +150,89 @@ PROGRAMS = {
                 fault("is_compiling or is_exporting beside an export")
         in_the_middle_of(lambda m: torch.export.export(Unlocked(m), (x,), strict=False), Stops(), look)
     """,
+    "S7: a stance in another thread": """
+        def beside(stance):
+            entered, leave = threading.Event(), threading.Event()
+            def other():
+                with torch.compiler.set_stance(stance):
+                    entered.set()
+                    assert leave.wait(30)
+            thread = threading.Thread(target=other)
+            thread.start()
+            assert entered.wait(30)
+            backend = CountingBackend()
+            call = compile_it(eval("lambda v: v.sin()"), backend=backend)
+            attempt(stance, lambda: call(x), x.sin())
+            leave.set()
+            thread.join(30)
+            if backend.count != 1:
+                fault(stance, "compiles:", backend.count)
+        beside("force_eager")
+        beside("fail_on_recompile")
+    """,
+    "S7 and P2: stances that are left out of order": """
+        first, second = threading.Event(), threading.Event()
+        def leaves_first():
+            with torch.compiler.set_stance("force_eager"):
+                first.set()
+                assert second.wait(30)
+        def leaves_last():
+            assert first.wait(30)
+            with torch.compiler.set_stance("default"):
+                second.set()
+                threads[0].join(30)
+        threads = [threading.Thread(target=run) for run in (leaves_first, leaves_last)]
+        for thread in threads:
+            thread.start()
+        threads[1].join(30)
+        backend = CountingBackend()
+        compile_it(lambda v: v.sin(), backend=backend)(x)
+        if backend.count != 1:
+            fault("compiles afterwards:", backend.count)
+    """,
+    "S7: an error on graph breaks that another thread has asked for": """
+        entered, leave = threading.Event(), threading.Event()
+        def strict():
+            with torch._dynamo.error_on_graph_break(True):
+                entered.set()
+                assert leave.wait(30)
+        thread = threading.Thread(target=strict)
+        thread.start()
+        assert entered.wait(30)
+        def breaks(v):
+            v = v + 1
+            torch._dynamo.graph_break()
+            return v * 2
+        attempt("graph break", lambda: compile_it(breaks, backend="eager")(x), (x + 1) * 2)
+        leave.set()
+        thread.join(30)
+    """,
+    "E3: exported programs loaded at the same time": """
+        import io
+        saved = io.BytesIO()
+        torch.export.save(torch.export.export(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), (x,)), saved)
+        def load():
+            for _ in range(10):
+                attempt("load", lambda: torch.export.load(io.BytesIO(saved.getvalue())))
+        sys.setswitchinterval(1e-6)
+        together(*[load] * 4)
+    """,
+    "D2: a fork while a thread compiles": """
+        import faulthandler, os
+        backend = CountingBackend(gated=True)
+        thread = threading.Thread(target=lambda: compile_it(lambda v: v.sin(), backend=backend)(x))
+        thread.start()
+        assert backend.entered.wait(30)
+        child = os.fork()
+        if not child:
+            faulthandler.dump_traceback_later(10, exit=True)
+            os._exit(0 if torch.equal(compile_it(lambda v: v.cos(), backend="eager")(x), x.cos()) else 3)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        backend.release.set()
+        thread.join(30)
+        if code:
+            fault("the child ended with", code)
+    """,
     "P1: overlapping traces": """
         model, original = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.Module.__call__
         want = model(x)

@@ -20,6 +20,7 @@ FUNCTIONS = {
     "checkpoint_sequential",
     "fx_trace_lock",
     "install",
+    "reset",
     "statistics",
     "thread_safe_compile",
     "uninstall",

@@ -14,7 +14,7 @@ from safecompile._core.errors import (
     SafeCompileError,
     UnsupportedCallableError,
 )
-from safecompile._installation import install, statistics, uninstall
+from safecompile._installation import install, reset, statistics, uninstall
 from safecompile._patches import fx_trace_lock
 from safecompile._warmup import warmup
 
@@ -31,6 +31,7 @@ __all__ = [
     "checkpoint_sequential",
     "fx_trace_lock",
     "install",
+    "reset",
     "statistics",
     "thread_safe_compile",
     "uninstall",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from safecompile._core.errors import PatchesInUseError
 from safecompile._core.lock import LockStatistics
 from safecompile._patches import fx_trace_lock, gate, patches
 
-__all__ = ["PatchStatus", "Statistics", "install", "statistics", "uninstall"]
+__all__ = ["PatchStatus", "Statistics", "install", "reset", "statistics", "uninstall"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,18 @@ def uninstall() -> None:
         PatchesInUseError: a guarded call or a trace is in flight.
     """
     patches.uninstall()
+
+
+def reset() -> None:
+    """Forget everything that is compiled, when no call is in flight; new calls wait until it is done.
+
+    With the patches installed, torch's own two functions do the same.
+
+    Raises:
+        PatchesInUseError: inside a guarded call, or calls in flight do not end within ``fx_trace_lock.limit``.
+    """
+    install()
+    torch.compiler.reset()
 
 
 def statistics() -> Statistics:

@@ -162,6 +162,11 @@ class FXTraceLock:
 
         return locked
 
+    def forget_other_threads(self) -> None:
+        """Start anew in a forked process, in which the calling thread is the only one and does not hold the lock."""
+        self._hold = None
+        self._waiting.clear()
+
     def owned(self) -> bool:
         """Tell whether the calling thread holds the lock."""
         hold = self._hold

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -21,6 +23,7 @@ from safecompile._patches.dynamo import (
     LazyBackward,
     ResumeFunctions,
     SingleFlight,
+    Stance,
 )
 from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches
@@ -43,6 +46,10 @@ class Patches:
     def __init__(self) -> None:
         self.calls = CompiledCalls(gate, self)
         self._guard = threading.Lock()
+        # While somebody resets Dynamo: guards the reset, and who waits for its end.
+        self._reset = threading.Lock()
+        self._resetting = self._epoch_before = 0
+        self._held: set[int] = set()
         self._warned = False
         self._mismatches: list[str] = []
         fx = FXPatches(dynamo.skip_frames_of)
@@ -51,7 +58,7 @@ class Patches:
             fx,
             CompileLock(fx_trace_lock),
             self.calls,
-            SingleFlight(gate, fx_trace_lock, self.calls),
+            SingleFlight(gate, fx_trace_lock, self.calls, self.reset),
             FullgraphCount(),
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
@@ -59,6 +66,7 @@ class Patches:
             TorchCheckpoint(),
             CacheOrder(),
             CompileState(),
+            Stance(),
         )
 
     def install(self, *, strict: bool = False) -> int:
@@ -71,6 +79,8 @@ class Patches:
             return gate.epoch
         if fx_trace_lock.owned_by_torch():
             return 0
+        if self._reset.locked() and (epoch := self.wait_for_reset()):
+            return epoch
         # The compile lock first: no compile is in flight while the patches change.
         with fx_trace_lock, self._guard:
             if gate.epoch:
@@ -88,6 +98,59 @@ class Patches:
             while threads_running(replaced) and time.monotonic() < deadline:
                 time.sleep(0.001)
             return gate.open()
+
+    def wait_for_reset(self) -> int:
+        """Hold a call until Dynamo has been reset, unless it is part of one that the reset waits for; return the epoch."""
+        me = threading.get_ident()
+        epoch_before, nested = self._epoch_before, self._calls_of(me) > 1
+        while not gate.epoch and self._reset.locked():
+            if nested:
+                return epoch_before
+            self._held.add(me)
+            try:
+                if self._reset.acquire(timeout=fx_trace_lock.limit):
+                    self._reset.release()
+            finally:
+                self._held.discard(me)  # before it looks at the epoch again: a next reset counts it, or closes first
+        return gate.epoch
+
+    def reset(self, reset: Callable[[], None]) -> None:
+        """Reset Dynamo when no call is in flight: it frees what they run (C2; pytorch#193697).
+
+        Raises:
+            PatchesInUseError: inside a guarded call, or calls in flight do not end within the lock's limit.
+        """
+        me = threading.get_ident()
+        if self._resetting == me:  # one of torch's two functions calls the other
+            reset()
+            return
+        if self._calls_of(me):
+            raise PatchesInUseError(
+                "cannot reset Dynamo inside a guarded call: it would free what the call runs; reset after it."
+            )
+        with self._reset:
+            self._resetting, self._epoch_before = me, gate.epoch
+            gate.close()
+            try:
+                deadline = time.monotonic() + fx_trace_lock.limit
+                while busy := threads_running(self.calls.codes) - self._held - {me}:
+                    if time.monotonic() > deadline:
+                        raise PatchesInUseError(
+                            f"cannot reset Dynamo: calls are in flight in {_names(busy)}; end them."
+                        )
+                    time.sleep(0.0005)
+                with fx_trace_lock:
+                    reset()
+            finally:
+                self._resetting = 0
+                gate.open()
+
+    def _calls_of(self, thread: int) -> int:
+        frame, count = sys._current_frames().get(thread), 0
+        while frame is not None:
+            count += self.calls.catch(frame.f_code)
+            frame = frame.f_back
+        return count
 
     def uninstall(self) -> None:
         """Put back every attribute that still is as it was left by the installation.
@@ -112,11 +175,9 @@ class Patches:
     def _check_idle(self) -> None:
         busy = threads_running(self.calls.codes.union(*(point.replacing_code() for point in self.points)))
         if busy:
-            names = {t.ident: t.name for t in threading.enumerate()}
             raise PatchesInUseError(
-                "cannot uninstall the patches: guarded calls or traces are in flight in "
-                + ", ".join(f"thread {names.get(ident, ident)!r}" for ident in sorted(busy))
-                + "; wait until they have returned."
+                f"cannot uninstall the patches: guarded calls or traces are in flight in {_names(busy)}; wait until they "
+                "have returned."
             )
 
     def _restore(self) -> None:
@@ -136,6 +197,11 @@ class Patches:
         if not self._warned:
             self._warned = True
             warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _names(threads: set[int]) -> str:
+    names = {t.ident: t.name for t in threading.enumerate()}
+    return ", ".join(f"thread {names.get(ident, ident)!r}" for ident in sorted(threads))
 
 
 def _install(point: PatchPoint) -> str | None:
@@ -204,10 +270,22 @@ _THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "an export uses the module hierarchy of another thread's (E3)",
     ),
     (
+        "error-on-graph-break",
+        "torch._dynamo.utils",
+        {"_error_on_graph_break": False},
+        "a compile dies of a graph break because another thread has asked for that (S7; pytorch#196637)",
+    ),
+    (
         "checkpoint-knobs",
         "torch.utils.checkpoint",
         dict.fromkeys(("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")),
         "early stopping and debugging are switched for checkpoints of other threads, and stay so (P2)",
+    ),
+    (
+        "export-loading",
+        "torch._export.serde.serialize",
+        {"_CURRENT_DESERIALIZER": None},
+        '"_CURRENT_DESERIALIZER is already set" when two threads load exported programs (E3)',
     ),
     (
         "lazy-graph-modules",

@@ -20,11 +20,14 @@ __all__ = ["CompiledCalls"]
 
 class _Installs(Protocol):
     def install(self) -> int: ...
+    def wait_for_reset(self) -> int: ...
 
 
-class _InstallsNothing:
-    def install(self) -> int:
-        return 0
+class _Waits:
+    """What the calls of others do: they install nothing, but do not begin while Dynamo is reset."""
+
+    def __init__(self, patches: _Installs) -> None:
+        self.install = patches.wait_for_reset
 
 
 class CompiledCalls(PatchPoint):
@@ -78,7 +81,7 @@ class CompiledCalls(PatchPoint):
         changed = rewritten(eval_frame, ["class _TorchDynamoContext"], _CallAgain())
         for code in codes_in(eval_frame._TorchDynamoContext.__call__.__code__):
             if code.co_name in _CallAgain.names and changed(code).co_freevars == code.co_freevars:
-                for codes, patches in ((self._guarded, self._patches), (self._plain, _InstallsNothing())):
+                for codes, patches in ((self._guarded, self._patches), (self._plain, _Waits(self._patches))):
                     codes[code] = with_constants(changed(code), gate=self._gate, patches=patches, look_again=LookAgain)
         self._guarded.update({plain: self._guarded[code] for code, plain in self._plain.items()})
         self.codes.update(self._guarded.values(), self._plain.values())

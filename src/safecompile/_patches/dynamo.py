@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -17,6 +18,7 @@ import torch
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
+from safecompile._patches.rewriting import copy_of, redirecting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +32,7 @@ __all__ = [
     "LazyBackward",
     "ResumeFunctions",
     "SingleFlight",
+    "Stance",
     "compile_lock",
     "skip_frames_of",
 ]
@@ -62,6 +65,7 @@ class CompileLock(PatchPoint):
     def __init__(self, lock: FXTraceLock) -> None:
         super().__init__()
         self._lock = lock
+        self._renews = False
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame
@@ -75,11 +79,26 @@ class CompileLock(PatchPoint):
 
         _own_lock = convert_frame.compile_lock
         self.replace(convert_frame, "compile_lock", self._lock)
+        if not self._renews:
+            self._renews = True
+            os.register_at_fork(after_in_child=self._renew)
 
     def restore(self) -> None:
         global _own_lock  # noqa: PLW0603
+        from torch._dynamo import convert_frame
+
+        still_ours = cast("Any", convert_frame.compile_lock) is self._lock
         super().restore()
+        if still_ours:
+            convert_frame.compile_lock = _own_lock  # another one than before in a forked process
         _own_lock = None
+
+    def _renew(self) -> None:
+        """Give a forked process a lock that no thread holds; the one that did was not forked (D2; pytorch#198246)."""
+        global _own_lock  # noqa: PLW0603
+        if self.active and not compile_lock()._is_owned():
+            _own_lock = threading.RLock()
+            self._lock.forget_other_threads()
 
 
 class SingleFlight(PatchPoint):
@@ -87,9 +106,9 @@ class SingleFlight(PatchPoint):
     protects = "N threads that make one first call compile it up to N times (E4)"
     upstream = "pytorch#123177; torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
 
-    def __init__(self, gate: Gate, lock: FXTraceLock, calls: CompiledCalls) -> None:
+    def __init__(self, gate: Gate, lock: FXTraceLock, calls: CompiledCalls, reset: Callable[..., None]) -> None:
         super().__init__()
-        self._gate, self._lock, self._calls = gate, lock, calls
+        self._gate, self._lock, self._calls, self._reset_when_idle = gate, lock, calls, reset
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame, eval_frame
@@ -116,9 +135,7 @@ class SingleFlight(PatchPoint):
     def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_exporting() and threading.active_count() > 1:
             return  # a strict export begins with a reset; other threads run what it would free
-        with self._lock:
-            reset()
-            self._gate.forget_pending()  # an entry that is gone looks like one that is still to be inserted
+        self._reset_when_idle(reset)
 
     def _call_back(self, call_back: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Any:
         """Stand before Dynamo's wait for the compile lock.
@@ -246,6 +263,58 @@ class CacheOrder(PatchPoint):
         from torch._C._dynamo import eval_frame
 
         eval_frame._set_lru_cache(not on)  # type: ignore[attr-defined]
+
+
+class Stance(PatchPoint):
+    name = "stance"
+    protects = "set_stance in one thread decides for all, and is left behind by out-of-order exits (S7, P2)"
+    upstream = "torch/_dynamo/eval_frame.py, _set_stance"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guard = threading.Lock()
+        self._default: Any = None
+        self._own: dict[int, Any] = {}
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo import eval_frame
+
+        has = hasattr(eval_frame, "_set_stance") and hasattr(eval_frame, "_stance")
+        return None if has else "torch._dynamo.eval_frame has no _set_stance"
+
+    def apply(self) -> None:
+        from torch._dynamo import eval_frame
+
+        self._default = eval_frame._stance
+        original = copy_of(eval_frame._set_stance)
+        self.recode(cast("Any", eval_frame._set_stance), redirecting(functools.partial(self._set, original)))
+        # In place of the one stance only while some thread has its own: warm calls read it.
+        self._each = type("StanceOfThisThread", (), {"__getattr__": lambda _, name: getattr(self._mine(), name)})()
+
+    def restore(self) -> None:
+        from torch._dynamo import eval_frame
+
+        if self.active and eval_frame._stance is self._each:
+            eval_frame._stance = self._mine()
+        self._own.clear()
+        super().restore()
+
+    def _mine(self) -> Any:
+        return self._own.get(threading.get_ident(), self._default)
+
+    def _set(self, original: Callable[[Any], Any], stance: Any) -> Any:
+        from torch._dynamo import eval_frame
+
+        with self._guard:
+            original(eval_frame._stance)  # refuses inside a compiled region
+            prior = self._mine()
+            alive = {thread.ident for thread in threading.enumerate()}
+            self._own = {ident: own for ident, own in self._own.items() if ident in alive}
+            self._own[threading.get_ident()] = stance
+            if stance == self._default:
+                del self._own[threading.get_ident()]
+            eval_frame._stance = self._each if self._own else self._default
+            return prior
 
 
 class _Call(threading.local):

@@ -1,0 +1,125 @@
+"""`reset`: it waits for calls in flight and holds new ones, instead of freeing what they run (C2)."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import safecompile
+from safecompile import PatchesInUseError, thread_safe_compile
+from tests.helpers.backends import CountingBackend
+from tests.helpers.subprocess_run import IsolatedResult, run_isolated
+from tests.helpers.threads import run_threads
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+RESETS = [safecompile.reset, torch.compiler.reset, torch._dynamo.reset]
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_everything_is_compiled_again_after_a_reset(reset: Any) -> None:
+    backend = CountingBackend()
+    f = thread_safe_compile(lambda x: x + 1, backend=backend)
+    f(torch.ones(2))
+    reset()
+    f(torch.ones(2))
+    assert backend.count == 2
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_a_reset_inside_a_guarded_call_is_refused(reset: Any) -> None:
+    @torch._dynamo.disable
+    def inside() -> None:
+        with pytest.raises(PatchesInUseError, match="inside a guarded call"):
+            reset()
+
+    @thread_safe_compile(backend="eager")
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        inside()
+        return x * 2
+
+    safecompile.install()
+    assert torch.equal(f(torch.ones(2)), torch.full((2,), 4.0))
+
+
+def test_a_reset_waits_for_a_call_in_flight_and_holds_a_new_one() -> None:
+    entered, leave, resetting = threading.Event(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    @torch._dynamo.disable
+    def stop() -> None:
+        entered.set()
+        assert leave.wait(30)
+        nested(torch.ones(2))  # part of the call in flight: it is not held
+        order.append("call ends")
+
+    nested = thread_safe_compile(lambda x: x - 1, backend="eager")
+
+    @thread_safe_compile(backend="eager")
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        stop()
+        return x * 2
+
+    warm = thread_safe_compile(lambda x: x * 3, backend="eager")
+    warm(torch.ones(2))
+    nested(torch.ones(2))
+
+    def reset() -> None:
+        assert entered.wait(30)
+        resetting.set()
+        safecompile.reset()
+        order.append("reset ends")
+
+    def call() -> None:
+        assert resetting.wait(30)
+        while safecompile.statistics().installed:  # until the reset has begun, calls go on
+            warm(torch.ones(2))
+        leave.set()
+        assert torch.equal(warm(torch.ones(2)), torch.full((2,), 3.0))
+        order.append("held call ends")
+
+    result: Any = run_threads([lambda: f(torch.ones(2)), reset, call])[0]
+    assert torch.equal(result, torch.full((2,), 4.0))
+    assert order[0] == "call ends" and set(order[1:]) == {"reset ends", "held call ends"}
+
+
+PROGRAM = """
+    import sys, threading, torch, safecompile
+    from safecompile import thread_safe_compile
+    if sys.argv[1] == "library":
+        safecompile.install()
+    sys.setswitchinterval(1e-5)
+    compile_it = thread_safe_compile if sys.argv[1] == "library" else torch.compile
+    calls = [compile_it(eval(f"lambda x: (x + {i}).sin()"), backend="eager") for i in range(4)]
+    done, x = threading.Event(), torch.ones(3)
+    def work():
+        while not done.is_set():
+            for i, call in enumerate(calls):
+                assert torch.equal(call(x), (x + i).sin())
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(int(sys.argv[2])):
+        torch._dynamo.reset()
+        calls[0](x)
+    done.set()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def run(how: str, resets: int) -> IsolatedResult:
+    return run_isolated(PROGRAM, [how, str(resets)], timeout=100)
+
+
+def test_resets_beside_running_calls_do_no_harm() -> None:
+    run("library", 30).check()
+
+
+def test_control_resets_beside_running_calls_crash_with_torch_alone() -> None:
+    assert any(run("alone", 3000).rc < 0 for _ in range(5))
