@@ -1,0 +1,351 @@
+"""A compile puts nothing back that other threads have changed meanwhile: random numbers, and settings of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import safecompile
+from safecompile import thread_safe_compile
+from tests.helpers.backends import AotCountingBackend, CountingBackend
+from tests.helpers.regions import SECONDS, another_thread, elsewhere
+from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.threads import gather_threads, run_threads
+
+
+@dataclass
+class Kind:
+    """A backend that stops in a compile, and the backend that has the gate."""
+
+    backend: Any
+    gate: CountingBackend
+
+
+def eager() -> Kind:
+    backend = CountingBackend(gated=True)
+    return Kind(backend, backend)
+
+
+def aot_forward() -> Kind:
+    backend = AotCountingBackend(gated_forward=True)
+    return Kind(backend, backend.forward)
+
+
+def aot_backward() -> Kind:
+    backend = AotCountingBackend(gated_backward=True)
+    return Kind(backend, backend.backward)
+
+
+@pytest.fixture(params=[thread_safe_compile, torch.compile], ids=["thread_safe_compile", "torch.compile"])
+def compiler(request: pytest.FixtureRequest, nothing_compiled: None) -> Any:
+    safecompile.install()
+    return request.param
+
+
+@pytest.fixture
+def torch_alone(nothing_compiled: None) -> None:
+    safecompile.uninstall()
+
+
+def during_a_compile(compiler: Any, do: Callable[[], object], make: Callable[[], Kind] = eager) -> Any:
+    """Do something while another thread is inside a compile; return what the compiled call returns or raises."""
+    kind = make()
+
+    def call() -> Tensor:
+        x = torch.ones(3, requires_grad=True)
+        y: Tensor = compiler(lambda x: torch.sin(x) * torch.cos(x), backend=kind.backend)(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        return grad
+
+    def meanwhile() -> None:
+        try:
+            assert kind.gate.entered.wait(SECONDS)
+            do()
+        finally:
+            kind.gate.release.set()
+
+    outcome, _ = gather_threads([call, meanwhile])
+    return outcome
+
+
+right = (2 * torch.ones(3)).cos()
+
+
+# ----------------------------------------------------------------------------------------------------- random numbers
+
+
+def numbers(draw: Callable[[], list[float]], compiler: Any, make: Callable[[], Kind]) -> list[float]:
+    """Draw while another thread compiles, and after; return all numbers."""
+    drawn: list[float] = []
+    outcome = during_a_compile(compiler, lambda: drawn.extend(draw()), make)
+    assert isinstance(outcome, Tensor) and torch.allclose(outcome, right), outcome
+    return drawn + draw()
+
+
+def of_torch() -> list[float]:
+    return list(torch.rand(16, dtype=torch.float64).tolist())
+
+
+def of_python() -> list[float]:
+    return [random.random() for _ in range(16)]
+
+
+def of_numpy() -> list[float]:
+    numpy = pytest.importorskip("numpy")
+    return list(numpy.random.rand(16).tolist())
+
+
+draws = pytest.mark.parametrize("draw", [of_torch, of_python, of_numpy])
+makes = pytest.mark.parametrize("make", [eager, aot_forward, aot_backward])
+
+
+@draws
+@makes
+def test_numbers_drawn_during_another_threads_compile_are_not_drawn_again(
+    compiler: Any, draw: Callable[[], list[float]], make: Callable[[], Kind]
+) -> None:
+    drawn = numbers(draw, compiler, make)
+    assert len(set(drawn)) == 32
+
+
+# torch puts numpy's numbers back nowhere, and Python's and torch's not for a backward that is compiled on its own.
+@pytest.mark.parametrize(
+    ("draw", "make"), [(of_torch, eager), (of_torch, aot_forward), (of_python, eager), (of_python, aot_forward)]
+)
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_they_are_drawn_again(
+    draw: Callable[[], list[float]], make: Callable[[], Kind]
+) -> None:
+    drawn = numbers(draw, torch.compile, make)
+    assert len(set(drawn)) < 32
+
+
+def seed_and_draw(compiler: Any) -> tuple[list[float], list[float]]:
+    """Let a thread seed while another compiles; return what is drawn then, and what it should be."""
+
+    def seed() -> None:
+        torch.manual_seed(7)
+        random.seed(7)
+
+    seed()
+    expected = of_torch() + of_python()
+    during_a_compile(compiler, seed)
+    return of_torch() + of_python(), expected
+
+
+def test_what_a_thread_seeds_during_another_threads_compile_stays_seeded(compiler: Any) -> None:
+    drawn, expected = seed_and_draw(compiler)
+    assert drawn == expected
+
+
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_a_seed_is_undone() -> None:
+    drawn, expected = seed_and_draw(torch.compile)
+    assert set(drawn).isdisjoint(expected)
+
+
+def test_numbers_drawn_while_a_compile_fails_are_not_drawn_again(compiler: Any) -> None:
+    kind = eager()
+
+    def broken(gm: Any, example_inputs: Any) -> Any:
+        kind.backend(gm, example_inputs)
+        raise KeyError("mine")
+
+    def call() -> None:
+        with pytest.raises(Exception, match="mine"):
+            compiler(lambda x: x.sin(), backend=broken)(torch.ones(3))
+
+    def draw() -> list[float]:
+        assert kind.gate.entered.wait(SECONDS)
+        drawn = of_torch() + of_python()
+        kind.gate.release.set()
+        return drawn
+
+    _, drawn = run_threads([call, draw])
+    assert drawn is not None
+    assert len({*drawn, *of_torch(), *of_python()}) == 64
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_state_of_pythons_numbers_that_was_got_before_a_compile_can_be_set_after_it(
+    compiler: Any, fails: bool
+) -> None:
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        if fails:
+            raise KeyError("mine")
+        return gm.forward
+
+    with another_thread():
+        state = random.getstate()
+        expected = of_python()
+        with contextlib.suppress(Exception):
+            compiler(lambda x: x.sin(), backend=backend)(torch.ones(3))
+        random.setstate(state)
+        assert of_python() == expected
+
+
+def test_a_compile_draws_no_numbers_among_threads(compiler: Any) -> None:
+    def f(x: Tensor) -> Tensor:
+        y = torch.nn.functional.dropout(x.sin())
+        torch._dynamo.graph_break()
+        return y * torch.rand(y.shape) * x.shape[0]
+
+    with another_thread():
+        streams = []
+        for warm in (False, False, True):
+            if not warm:
+                torch._dynamo.reset()
+            torch.manual_seed(0)
+            random.seed(0)
+            compiled = compiler(f, backend="aot_eager")
+            streams.append([*compiled(torch.ones(4)).tolist(), *of_torch(), *of_python()])
+        assert streams[0] == streams[1] == streams[2]
+
+
+PROGRAM = """
+import hashlib, random, sys, threading
+import torch
+if sys.argv[1] == "library":
+    import safecompile
+    safecompile.install()
+    compile_it, checkpoint = safecompile.thread_safe_compile, safecompile.checkpoint
+else:
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+    compile_it = torch.compile
+    checkpoint = lambda *args: torch_checkpoint(*args, use_reentrant=False)
+
+assert len(threading.enumerate()) == 1, threading.enumerate()
+torch.manual_seed(3)
+random.seed(3)
+drawn = []
+
+def note(*tensors):
+    drawn.extend(t.detach().double().flatten() for t in tensors)
+    drawn.append(torch.rand(4, dtype=torch.float64))
+    drawn.append(torch.tensor([random.random() for _ in range(4)], dtype=torch.float64))
+
+block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.GELU(), torch.nn.Dropout(0.1))
+
+def broken_up(x):
+    y = torch.nn.functional.dropout(x)
+    torch._dynamo.graph_break()
+    return y * torch.rand(y.shape) * random.random()
+
+for backend in ("eager", "aot_eager"):
+    compiled, parts = compile_it(block, backend=backend), compile_it(broken_up, backend=backend)
+    for rows in (2, 2, 5, 3):
+        x = torch.randn(rows, 8, requires_grad=True)
+        note(*torch.autograd.grad(compiled(x).square().sum(), x))
+        note(parts(x))
+        note(*torch.autograd.grad(checkpoint(compiled, x).square().sum(), x))
+        note(*torch.autograd.grad(checkpoint(block, x).square().sum(), x))
+traced = torch.export.export(block, (torch.randn(2, 8),))
+note(traced.module()(torch.ones(2, 8)))
+drawn.append(torch.get_rng_state().double())
+print(len(drawn), hashlib.sha256(torch.cat(drawn).numpy().tobytes()).hexdigest())
+print(random.getstate()[1][:3])
+"""
+
+
+def test_a_program_of_one_thread_draws_the_numbers_that_it_draws_with_torch_alone() -> None:
+    alone, library = run_threads(
+        lambda index: run_isolated(PROGRAM, [["alone", "library"][index]], timeout=100).check().stdout, 2, timeout=110
+    )
+    assert library == alone
+    assert int(library.split()[0]) > 50
+
+
+# ----------------------------------------------------------------------------------------------------------- settings
+
+
+class Setting:
+    """A setting of the process, to be changed and looked at."""
+
+    def __init__(self, get: Callable[[], Any], set_: Callable[[Any], Any], other: Any) -> None:
+        self.get, self.set, self.other = get, set_, other
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        before = self.get()
+        assert before != self.other
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
+def attribute(owner: Any, name: str, other: Any) -> Setting:
+    return Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), other)
+
+
+def matmul_precision() -> tuple[str, str | None]:
+    # The newer of the two names for it; a compile puts this one back, and not the other.
+    return torch.get_float32_matmul_precision(), getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+
+
+SETTINGS = {
+    "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
+    "fp16 reduced precision": attribute(
+        torch.backends.cuda.matmul,
+        "allow_fp16_reduced_precision_reduction",
+        not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    ),
+    "bf16 reduced precision": attribute(
+        torch.backends.cuda.matmul,
+        "allow_bf16_reduced_precision_reduction",
+        not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    ),
+    "float32 matmul precision": Setting(
+        matmul_precision, lambda value: torch.set_float32_matmul_precision(value[0]), ("high",)
+    ),
+    "deterministic": Setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, other=True
+    ),
+}
+each_setting = pytest.mark.parametrize("name", SETTINGS)
+
+
+def set_during_a_compile(name: str, compiler: Any, make: Callable[[], Kind]) -> tuple[Any, bool]:
+    """Let a thread change a setting while another compiles; return the call's outcome, and whether it stays."""
+    setting, seen = SETTINGS[name], []
+
+    def change() -> None:
+        setting.set(setting.other)
+        seen.append(setting.get())
+
+    with setting.put_back():
+        outcome = during_a_compile(compiler, change, make)
+        return outcome, seen == [setting.get()]
+
+
+@each_setting
+@pytest.mark.parametrize("make", [eager, aot_forward])
+def test_a_setting_made_during_another_threads_compile_stays_and_the_compile_is_right(
+    name: str, make: Callable[[], Kind], compiler: Any
+) -> None:
+    outcome, stays = set_during_a_compile(name, compiler, make)
+    assert isinstance(outcome, Tensor) and torch.allclose(outcome, right), outcome
+    assert stays
+
+
+@each_setting
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_the_compile_fails_or_undoes_the_setting(name: str) -> None:
+    outcome, stays = set_during_a_compile(name, torch.compile, eager)
+    assert isinstance(outcome, Exception) or not stays
+
+
+def test_a_setting_made_before_a_compile_by_its_own_thread_stays(compiler: Any) -> None:
+    setting = SETTINGS["deterministic"]
+    with setting.put_back(), another_thread():
+        setting.set(setting.other)
+        compiler(lambda x: x.sin(), backend="eager")(torch.ones(3))
+        assert setting.get() == setting.other
+        assert elsewhere(setting.get) == setting.other
