@@ -291,13 +291,13 @@ def test_control_with_torch_alone_the_variant_that_was_used_last_is_used_first(t
     assert forward != recomputation
 
 
-def test_a_forward_that_runs_as_it_is_when_the_budget_is_used_up_is_recomputed_so(way: Way) -> None:
+def test_a_forward_that_runs_as_it_is_when_the_budget_is_used_up_is_recomputed_so(library: Way) -> None:
     backend = Variants()
-    compiled = way.compiler(block, backend=backend, dynamic=False)
+    compiled = library.compiler(block, backend=backend, dynamic=False)
     call(*range(5, 18))(compiled)
     x, used_up = rows(4), backend.count
     backend.ran.clear()
-    loss = way.checkpoint(compiled, x).sum()
+    loss = library.checkpoint(compiled, x).sum()
     elsewhere(lambda: call(3, 6)(compiled))
     (grad,) = torch.autograd.grad(loss, x)
     (expected,) = torch.autograd.grad(block(x).sum(), x)
@@ -401,8 +401,8 @@ def cold_steps(way: Way) -> list[str]:
         return [outcome for outcomes in run_threads(work, 4) for outcome in outcomes]
 
 
-def test_threads_with_shapes_of_their_own_may_all_begin_cold(way: Way) -> None:
-    assert cold_steps(way) == ["right"] * 12
+def test_threads_with_shapes_of_their_own_may_all_begin_cold(library: Way) -> None:
+    assert cold_steps(library) == ["right"] * 12
 
 
 def test_control_with_torch_alone_threads_that_begin_cold_meet_other_variants(torch_alone: Way) -> None:

@@ -312,7 +312,7 @@ SETTINGS = {
 each_setting = pytest.mark.parametrize("name", SETTINGS)
 
 
-def set_during_a_compile(name: str, compiler: Any, make: Callable[[], Kind]) -> tuple[Any, bool]:
+def set_during_a_compile(name: str, compiler: Any) -> tuple[Any, bool]:
     """Let a thread change a setting while another compiles; return the call's outcome, and whether it stays."""
     setting, seen = SETTINGS[name], []
 
@@ -321,16 +321,13 @@ def set_during_a_compile(name: str, compiler: Any, make: Callable[[], Kind]) -> 
         seen.append(setting.get())
 
     with setting.put_back():
-        outcome = during_a_compile(compiler, change, make)
+        outcome = during_a_compile(compiler, change)
         return outcome, seen == [setting.get()]
 
 
 @each_setting
-@pytest.mark.parametrize("make", [eager, aot_forward])
-def test_a_setting_made_during_another_threads_compile_stays_and_the_compile_is_right(
-    name: str, make: Callable[[], Kind], compiler: Any
-) -> None:
-    outcome, stays = set_during_a_compile(name, compiler, make)
+def test_a_setting_made_during_another_threads_compile_stays_and_the_compile_is_right(name: str, compiler: Any) -> None:
+    outcome, stays = set_during_a_compile(name, compiler)
     assert isinstance(outcome, Tensor) and torch.allclose(outcome, right), outcome
     assert stays
 
@@ -338,7 +335,7 @@ def test_a_setting_made_during_another_threads_compile_stays_and_the_compile_is_
 @each_setting
 @pytest.mark.usefixtures("torch_alone")
 def test_control_with_torch_alone_the_compile_fails_or_undoes_the_setting(name: str) -> None:
-    outcome, stays = set_during_a_compile(name, torch.compile, eager)
+    outcome, stays = set_during_a_compile(name, torch.compile)
     assert isinstance(outcome, Exception) or not stays
 
 
