@@ -79,14 +79,6 @@ def test_numbers_drawn_by_others_do_no_harm_to_torchs_own(run: int, use_reentran
     assert torch.equal(grad, expected)
 
 
-@both_kinds
-@both_runs
-@pytest.mark.usefixtures("torch_alone")
-def test_control_torch_alone_gives_a_wrong_gradient(run: int, use_reentrant: bool) -> None:
-    grad, expected = interrupted(run, use_reentrant)
-    assert not torch.equal(grad, expected)
-
-
 def in_four_threads(use_reentrant: bool) -> set[bool]:
     """Tell whether the gradients of four threads were right, or wrong, or some of each."""
 
@@ -106,12 +98,6 @@ def in_four_threads(use_reentrant: bool) -> set[bool]:
 @pytest.mark.usefixtures("installed")
 def test_four_threads_with_torchs_own_are_right(use_reentrant: bool) -> None:
     assert in_four_threads(use_reentrant) == {True}
-
-
-@both_kinds
-@pytest.mark.usefixtures("torch_alone")
-def test_control_four_threads_with_torch_alone_are_wrong(use_reentrant: bool) -> None:
-    assert any(False in in_four_threads(use_reentrant) for _ in range(10))
 
 
 @pytest.mark.usefixtures("installed")
@@ -155,13 +141,6 @@ def sequential(run: int, use_reentrant: bool) -> tuple[Tensor, Tensor]:
 def test_torchs_sequential_is_right_too(run: int, use_reentrant: bool) -> None:
     output, grad = sequential(run, use_reentrant)
     assert torch.equal(output, grad) and 0 < output.sum() < 64
-
-
-@both_kinds
-@pytest.mark.usefixtures("torch_alone")
-def test_control_torchs_sequential_is_wrong(use_reentrant: bool) -> None:
-    output, grad = sequential(2, use_reentrant)
-    assert not torch.equal(output, grad)
 
 
 # ----------------------------------------------------------------------------------------------------------- options
@@ -366,14 +345,6 @@ def test_a_knob_acts_for_its_thread_alone(knob: str, checkpoint: Callable[..., A
     assert not acts(checkpoint)
 
 
-@each_knob
-@pytest.mark.usefixtures("torch_alone")
-def test_control_with_torch_alone_a_knob_acts_for_all_threads(knob: str) -> None:
-    turn, value, acts = KNOBS[knob]
-    with turn(value):
-        assert elsewhere(lambda: acts(torch_checkpoint))
-
-
 def left_behind(knob: str, checkpoint: Callable[..., Any]) -> list[bool]:
     """Let two threads turn a knob, and the first to turn it be the first to let go; tell for whom it acts then."""
     turn, value, acts = KNOBS[knob]
@@ -403,14 +374,6 @@ def left_behind(knob: str, checkpoint: Callable[..., Any]) -> list[bool]:
 @pytest.mark.usefixtures("installed")
 def test_knobs_are_put_back_in_any_order_of_exits(knob: str, checkpoint: Callable[..., Any]) -> None:
     assert left_behind(knob, checkpoint) == [False] * 4
-
-
-@each_knob
-@pytest.mark.usefixtures("torch_alone")
-def test_control_with_torch_alone_a_knob_stays_turned(knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled"):
-        monkeypatch.setattr(torch.utils.checkpoint, name, None)  # and so again at the end
-    assert left_behind(knob, torch_checkpoint)[2:] == [True, True]
 
 
 @early_stop_is_ignored
@@ -498,14 +461,6 @@ def test_gradient_checkpointing_of_transformers_is_right_in_four_threads(
     assert models_in_four_threads(transformers, use_reentrant) == {True}
 
 
-@both_kinds
-@pytest.mark.usefixtures("torch_alone")
-def test_control_with_torch_alone_gradient_checkpointing_of_transformers_is_wrong(
-    transformers: Any, use_reentrant: bool
-) -> None:
-    assert any(False in models_in_four_threads(transformers, use_reentrant) for _ in range(10))
-
-
 def qwen3_gradients(transformers: Any, attention: str) -> tuple[list[Tensor], list[Tensor]]:
     """Let another thread draw in the recomputations of a model; return its gradients and those without regions."""
     config = transformers.Qwen3Config(
@@ -547,6 +502,56 @@ def test_dropout_in_the_attention_of_a_checkpointed_qwen3_is_recomputed_alike(
 ) -> None:
     grads, expected = qwen3_gradients(transformers, attention)
     assert all(map(torch.allclose, grads, expected))
+
+
+# ----------------------------------------------------------------------------------------------------------- controls
+
+# Together, for installing the patches takes a second.
+
+
+@both_kinds
+@both_runs
+@pytest.mark.usefixtures("torch_alone")
+def test_control_torch_alone_gives_a_wrong_gradient(run: int, use_reentrant: bool) -> None:
+    grad, expected = interrupted(run, use_reentrant)
+    assert not torch.equal(grad, expected)
+
+
+@both_kinds
+@pytest.mark.usefixtures("torch_alone")
+def test_control_four_threads_with_torch_alone_are_wrong(use_reentrant: bool) -> None:
+    assert any(False in in_four_threads(use_reentrant) for _ in range(10))
+
+
+@both_kinds
+@pytest.mark.usefixtures("torch_alone")
+def test_control_torchs_sequential_is_wrong(use_reentrant: bool) -> None:
+    output, grad = sequential(2, use_reentrant)
+    assert not torch.equal(output, grad)
+
+
+@each_knob
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_a_knob_acts_for_all_threads(knob: str) -> None:
+    turn, value, acts = KNOBS[knob]
+    with turn(value):
+        assert elsewhere(lambda: acts(torch_checkpoint))
+
+
+@each_knob
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_a_knob_stays_turned(knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled"):
+        monkeypatch.setattr(torch.utils.checkpoint, name, None)  # and so again at the end
+    assert left_behind(knob, torch_checkpoint)[2:] == [True, True]
+
+
+@both_kinds
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_gradient_checkpointing_of_transformers_is_wrong(
+    transformers: Any, use_reentrant: bool
+) -> None:
+    assert any(False in models_in_four_threads(transformers, use_reentrant) for _ in range(10))
 
 
 @attentions

@@ -211,23 +211,9 @@ def test_the_recomputation_runs_the_variant_of_its_forward(library: Way, case: C
     assert seen.right
 
 
-@pytest.mark.parametrize("name", ["new shapes", "shapes; backward with other intra-op threads"])
-def test_what_autograd_compiles_saves_the_same_tensors_in_the_recomputation(way: Way, name: str) -> None:
-    seen = step(way, CASES[name], Variants(aot_eager))
+def test_what_autograd_compiles_saves_the_same_tensors_in_the_recomputation(way: Way) -> None:
+    seen = step(way, CASES["new shapes"], Variants(aot_eager))
     assert seen.forward == seen.recomputation and seen.right
-
-
-@all_cases
-def test_control_with_torch_alone_the_recomputation_runs_another_variant(torch_alone: Way, case: Case) -> None:
-    seen = step(torch_alone, case, Variants())
-    assert seen.forward != seen.recomputation
-
-
-@pytest.mark.parametrize("name", ["new shapes", "shapes; backward with other intra-op threads"])
-def test_control_with_torch_alone_what_autograd_compiles_saves_other_tensors(torch_alone: Way, name: str) -> None:
-    with pytest.raises(WorkersFailedError) as caught:
-        step(torch_alone, CASES[name], Variants(aot_eager))
-    assert isinstance(caught.value.errors[0], CheckpointError)
 
 
 @contextlib.contextmanager
@@ -286,11 +272,6 @@ def test_a_call_that_uses_another_variant_that_fits_does_not_change_which_is_use
     assert forward == recomputation
 
 
-def test_control_with_torch_alone_the_variant_that_was_used_last_is_used_first(torch_alone: Way) -> None:
-    forward, recomputation = variants_after_a_call_of_the_other(torch_alone)
-    assert forward != recomputation
-
-
 def test_a_forward_that_runs_as_it_is_when_the_budget_is_used_up_is_recomputed_so(library: Way) -> None:
     backend = Variants()
     compiled = library.compiler(block, backend=backend, dynamic=False)
@@ -333,11 +314,6 @@ def compiles_of_backwards_elsewhere(way: Way) -> list[int]:
 
 def test_nothing_is_compiled_in_backwards_on_threads_with_other_intra_op_threads(way: Way) -> None:
     assert compiles_of_backwards_elsewhere(way) == [1] * 4
-
-
-def test_control_with_torch_alone_backwards_on_such_threads_compile(torch_alone: Way) -> None:
-    counts = compiles_of_backwards_elsewhere(torch_alone)
-    assert counts == [2, 3, 3, 4]
 
 
 def test_a_recomputation_that_fails_leaves_the_threads_intra_op_threads_alone(library: Way) -> None:
@@ -403,6 +379,33 @@ def cold_steps(way: Way) -> list[str]:
 
 def test_threads_with_shapes_of_their_own_may_all_begin_cold(library: Way) -> None:
     assert cold_steps(library) == ["right"] * 12
+
+
+# ----------------------------------------------------------------------------------------------------------- controls
+
+# Together, for installing the patches takes a second.
+
+
+@all_cases
+def test_control_with_torch_alone_the_recomputation_runs_another_variant(torch_alone: Way, case: Case) -> None:
+    seen = step(torch_alone, case, Variants())
+    assert seen.forward != seen.recomputation
+
+
+def test_control_with_torch_alone_what_autograd_compiles_saves_other_tensors(torch_alone: Way) -> None:
+    with pytest.raises(WorkersFailedError) as caught:
+        step(torch_alone, CASES["new shapes"], Variants(aot_eager))
+    assert isinstance(caught.value.errors[0], CheckpointError)
+
+
+def test_control_with_torch_alone_the_variant_that_was_used_last_is_used_first(torch_alone: Way) -> None:
+    forward, recomputation = variants_after_a_call_of_the_other(torch_alone)
+    assert forward != recomputation
+
+
+def test_control_with_torch_alone_backwards_on_such_threads_compile(torch_alone: Way) -> None:
+    counts = compiles_of_backwards_elsewhere(torch_alone)
+    assert counts == [2, 3, 3, 4]
 
 
 def test_control_with_torch_alone_threads_that_begin_cold_meet_other_variants(torch_alone: Way) -> None:

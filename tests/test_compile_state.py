@@ -15,7 +15,7 @@ from torch import Tensor
 import safecompile
 from safecompile import thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
-from tests.helpers.regions import SECONDS, another_thread, elsewhere
+from tests.helpers.regions import SECONDS, alone, another_thread, elsewhere
 from tests.helpers.subprocess_run import run_isolated
 from tests.helpers.threads import gather_threads, run_threads
 
@@ -115,18 +115,6 @@ def test_numbers_drawn_during_another_threads_compile_are_not_drawn_again(
     assert len(set(drawn)) == 32
 
 
-# torch puts numpy's numbers back nowhere, and Python's and torch's not for a backward that is compiled on its own.
-@pytest.mark.parametrize(
-    ("draw", "make"), [(of_torch, eager), (of_torch, aot_forward), (of_python, eager), (of_python, aot_forward)]
-)
-@pytest.mark.usefixtures("torch_alone")
-def test_control_with_torch_alone_they_are_drawn_again(
-    draw: Callable[[], list[float]], make: Callable[[], Kind]
-) -> None:
-    drawn = numbers(draw, torch.compile, make)
-    assert len(set(drawn)) < 32
-
-
 def seed_and_draw(compiler: Any) -> tuple[list[float], list[float]]:
     """Let a thread seed while another compiles; return what is drawn then, and what it should be."""
 
@@ -143,12 +131,6 @@ def seed_and_draw(compiler: Any) -> tuple[list[float], list[float]]:
 def test_what_a_thread_seeds_during_another_threads_compile_stays_seeded(compiler: Any) -> None:
     drawn, expected = seed_and_draw(compiler)
     assert drawn == expected
-
-
-@pytest.mark.usefixtures("torch_alone")
-def test_control_with_torch_alone_a_seed_is_undone() -> None:
-    drawn, expected = seed_and_draw(torch.compile)
-    assert set(drawn).isdisjoint(expected)
 
 
 def test_numbers_drawn_while_a_compile_fails_are_not_drawn_again(compiler: Any) -> None:
@@ -170,6 +152,19 @@ def test_numbers_drawn_while_a_compile_fails_are_not_drawn_again(compiler: Any) 
 
     _, drawn = run_threads([call, draw])
     assert drawn is not None
+    assert len({*drawn, *of_torch(), *of_python()}) == 64
+
+
+@pytest.mark.xfail(strict=True, reason="a thread that a compile starts and ends itself is not noticed")
+def test_numbers_of_a_thread_that_the_compile_itself_starts_are_not_drawn_again(compiler: Any) -> None:
+    drawn: list[float] = []
+
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        elsewhere(lambda: drawn.extend(of_torch() + of_python()))
+        return gm.forward
+
+    with alone():
+        compiler(lambda x: x.sin(), backend=backend)(torch.ones(3))
     assert len({*drawn, *of_torch(), *of_python()}) == 64
 
 
@@ -240,7 +235,7 @@ def broken_up(x):
 
 for backend in ("eager", "aot_eager"):
     compiled, parts = compile_it(block, backend=backend), compile_it(broken_up, backend=backend)
-    for rows in (2, 2, 5, 3):
+    for rows in (2, 2, 5):
         x = torch.randn(rows, 8, requires_grad=True)
         note(*torch.autograd.grad(compiled(x).square().sum(), x))
         note(parts(x))
@@ -332,13 +327,6 @@ def test_a_setting_made_during_another_threads_compile_stays_and_the_compile_is_
     assert stays
 
 
-@each_setting
-@pytest.mark.usefixtures("torch_alone")
-def test_control_with_torch_alone_the_compile_fails_or_undoes_the_setting(name: str) -> None:
-    outcome, stays = set_during_a_compile(name, torch.compile)
-    assert isinstance(outcome, Exception) or not stays
-
-
 def test_a_setting_made_before_a_compile_by_its_own_thread_stays(compiler: Any) -> None:
     setting = SETTINGS["deterministic"]
     with setting.put_back(), another_thread():
@@ -346,3 +334,33 @@ def test_a_setting_made_before_a_compile_by_its_own_thread_stays(compiler: Any) 
         compiler(lambda x: x.sin(), backend="eager")(torch.ones(3))
         assert setting.get() == setting.other
         assert elsewhere(setting.get) == setting.other
+
+
+# ----------------------------------------------------------------------------------------------------------- controls
+
+# Together, for installing the patches takes a second.
+
+
+# torch puts numpy's numbers back nowhere, and Python's and torch's not for a backward that is compiled on its own.
+@pytest.mark.parametrize(
+    ("draw", "make"), [(of_torch, eager), (of_torch, aot_forward), (of_python, eager), (of_python, aot_forward)]
+)
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_they_are_drawn_again(
+    draw: Callable[[], list[float]], make: Callable[[], Kind]
+) -> None:
+    drawn = numbers(draw, torch.compile, make)
+    assert len(set(drawn)) < 32
+
+
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_a_seed_is_undone() -> None:
+    drawn, expected = seed_and_draw(torch.compile)
+    assert set(drawn).isdisjoint(expected)
+
+
+@each_setting
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_the_compile_fails_or_undoes_the_setting(name: str) -> None:
+    outcome, stays = set_during_a_compile(name, torch.compile)
+    assert isinstance(outcome, Exception) or not stays
