@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from safecompile import CheckpointRandomnessError, UnsupportedCallableError, checkpoint, thread_safe_compile
 from safecompile._patches import regions
+from safecompile._patches.generators import States, default_generators
 from safecompile._patches.random_numbers import Recording
 from tests.helpers.backends import AotCountingBackend, CountingBackend
+from tests.helpers.regions import alone
 from tests.helpers.threads import gather_threads, run_threads, switch_interval
 
 SECONDS = 30.0
@@ -59,12 +61,10 @@ def another_thread() -> Iterator[None]:
         thread.join()
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the process have one thread: what libraries and other tests have left running is not counted."""
-    enumerate_all = threading.enumerate
-    others = {thread for thread in enumerate_all() if thread is not threading.current_thread()}
-    monkeypatch.setattr(threading, "enumerate", lambda: [t for t in enumerate_all() if t not in others])
+@pytest.fixture(name="alone")
+def alone_in_the_process() -> Iterator[None]:
+    with alone():
+        yield
 
 
 @pytest.fixture
@@ -1136,7 +1136,7 @@ def test_the_noise_that_rrelu_fills_is_there_before_its_gradient() -> None:
 
 def test_only_what_draws_is_recorded() -> None:
     def recorded(function: Callable[[], Any]) -> list[Any]:
-        with Recording() as recording:
+        with Recording(States.of(default_generators(()))) as recording:
             function()
         return [numbers for _, numbers, _ in recording.tape if numbers is not None]
 
@@ -1210,11 +1210,10 @@ def test_threads_that_come_and_go_while_a_recomputation_runs_that_began_alone_ar
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("where", ["before", "between"])
 def test_threads_that_come_and_go_in_a_region_that_is_known_to_draw_are_noticed(where: str) -> None:
-    x = ones()
-    for _ in range(2):
-        y = checkpoint(interrupted_in(3, where), x)
-        assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
-    raised_then_right(lambda: interrupted_in(1, where))
+    x, region = ones(), interrupted_in(3, where)  # in its second forward
+    y = checkpoint(region, x)
+    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    raised_then_right(lambda: region)
 
 
 @pytest.mark.usefixtures("alone")

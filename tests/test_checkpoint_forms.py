@@ -401,20 +401,17 @@ def test_a_recomputation_does_not_move_a_generator_of_ones_own(way: str) -> None
 
 
 unseen = pytest.mark.xfail(
-    strict=True, reason="a region is known by its code and modules: that it gets a generator of its own now is not seen"
+    strict=True,
+    reason="a region is known by its code, modules and arguments: that a module has a generator now is not seen",
 )
 COMPANIES = {"alone": alone, "among threads": another_thread}
-# In what company, and how the generator is passed.
-UNSEEN = {("alone", way) for way in ("keyword", "partial function", "container")}
 
 
 @pytest.mark.parametrize("first", ["without one", "with the default one"])
 @pytest.mark.parametrize(("company", "way"), [(company, way) for company in COMPANIES for way in WAYS_TO_PASS])
 def test_a_region_that_drew_without_a_generator_of_its_own_may_draw_with_one(
-    request: pytest.FixtureRequest, company: str, way: str, first: str
+    company: str, way: str, first: str
 ) -> None:
-    if (company, way) in UNSEEN and first == "without one":
-        request.applymarker(unseen)
     with COMPANIES[company]():
         x = ones()
         for _ in range(2):
@@ -453,7 +450,6 @@ def test_a_module_that_draws_from_a_generator_later_is_right(company: str, befor
         assert torch.equal(backward(y, x), gradient)
 
 
-@unseen
 def test_a_module_at_the_address_of_one_that_is_gone_may_have_a_generator() -> None:
     value, gradient = expected_of_noisy()
     met = 0

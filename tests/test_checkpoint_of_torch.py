@@ -264,7 +264,6 @@ def test_the_parameters_are_torchs_and_all_is_put_back(nothing_compiled: None) -
     assert inspect.signature(torch_checkpoint) == signature
 
 
-@pytest.mark.xfail(strict=True, reason="the signature that is put there has no annotations")
 def test_the_annotations_in_the_signature_are_torchs(nothing_compiled: None) -> None:
     safecompile.uninstall()
     signature = inspect.signature(torch_checkpoint)
@@ -322,15 +321,11 @@ KNOBS: dict[str, tuple[Callable[[bool], Any], bool, Callable[..., bool]]] = {
     "early stop": (torch.utils.checkpoint.set_checkpoint_early_stop, False, runs_to_the_end),
     "debug": (torch.utils.checkpoint.set_checkpoint_debug_enabled, True, is_debugged),
 }
-early_stop_is_ignored = pytest.mark.xfail(strict=True, reason="set_checkpoint_early_stop(False) is read as if not set")
 each_knob = pytest.mark.parametrize("knob", KNOBS)
-each_knob_of_a_thread = pytest.mark.parametrize(
-    "knob", [pytest.param("early stop", marks=early_stop_is_ignored), pytest.param("debug")]
-)
 makers = pytest.mark.parametrize("checkpoint", [safecompile.checkpoint, torch_checkpoint], ids=["library", "torch"])
 
 
-@each_knob_of_a_thread
+@each_knob
 @makers
 @pytest.mark.usefixtures("installed")
 def test_a_knob_acts_for_its_thread_alone(knob: str, checkpoint: Callable[..., Any]) -> None:
@@ -369,14 +364,13 @@ def left_behind(knob: str, checkpoint: Callable[..., Any]) -> list[bool]:
     return [*run_threads([first, second], timeout=SECONDS), acts(checkpoint), elsewhere(lambda: acts(checkpoint))]
 
 
-@each_knob_of_a_thread
+@each_knob
 @makers
 @pytest.mark.usefixtures("installed")
 def test_knobs_are_put_back_in_any_order_of_exits(knob: str, checkpoint: Callable[..., Any]) -> None:
     assert left_behind(knob, checkpoint) == [False] * 4
 
 
-@early_stop_is_ignored
 @pytest.mark.usefixtures("installed")
 def test_a_region_keeps_the_knobs_of_its_forward_in_a_backward_on_another_thread() -> None:
     ends = 0

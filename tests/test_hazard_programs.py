@@ -233,6 +233,22 @@ PROGRAMS = {
         if code:
             fault("the child ended with", code)
     """,
+    "E4: the first calls of a graph whose Python code is still to be made": """
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+        def long(v):
+            for _ in range(100):
+                v = (v + 1).sin()
+            return v
+        sys.setswitchinterval(1e-6)
+        for _ in range(10):
+            traced = torch.fx.symbolic_trace(long)
+            lazy, want, barrier = _LazyGraphModule(traced, traced.graph), long(x), threading.Barrier(4)
+            lazy.recompile()
+            def first():
+                barrier.wait(30)
+                attempt("first", lambda: lazy(x), want)
+            together(*[first] * 4)
+    """,
     "P1: overlapping traces": """
         model, original = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.Module.__call__
         want = model(x)

@@ -55,6 +55,7 @@ def checkpoint(function: Any = None, /, *args: Any, **options: Any) -> Any:
             "a compiled callable inside is compiled twice, the second time in backward, where on CUDA another "
             "thread compiles. Leave use_reentrant out."
         )
+    function = options.pop("function", function)
     if function is None and not args:
         return functools.partial(_decorate, options)
     if not args and inspect.isfunction(function) and _needs_arguments(function, options):

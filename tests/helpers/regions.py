@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
 
 import torch
 from torch.nn.functional import dropout
@@ -48,13 +51,20 @@ def another_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Let the process have one thread: what libraries and other tests have left running is not counted."""
-    enumerate_all = threading.enumerate
-    others = {thread for thread in enumerate_all() if thread is not threading.current_thread()}
-    threading.enumerate = lambda: [thread for thread in enumerate_all() if thread not in others]
-    try:
+    enumerate_all, all_frames, me = threading.enumerate, sys._current_frames, threading.get_ident()
+    others = set(all_frames()) - {me}
+
+    def started() -> list[threading.Thread]:
+        return [thread for thread in enumerate_all() if thread.ident not in others]
+
+    def frames() -> dict[int, FrameType]:
+        return {ident: frame for ident, frame in all_frames().items() if ident not in others}
+
+    with (
+        mock.patch.object(threading, "enumerate", started),
+        mock.patch.object(sys, "_current_frames", frames),
+    ):
         yield
-    finally:
-        threading.enumerate = enumerate_all
 
 
 def ones(size: int = 64) -> Tensor:

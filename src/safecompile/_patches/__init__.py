@@ -26,7 +26,7 @@ from safecompile._patches.dynamo import (
     Stance,
 )
 from safecompile._patches.export import Exports
-from safecompile._patches.fx import FXPatches
+from safecompile._patches.fx import FXPatches, LazyGraphModules
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.regions import TorchCheckpoint
 from safecompile._patches.thread_globals import Made, ThreadGlobals
@@ -56,6 +56,7 @@ class Patches:
         self.points: tuple[PatchPoint, ...] = (
             *(ThreadGlobals(*row) for row in _THREAD_GLOBALS),
             fx,
+            LazyGraphModules(),
             CompileLock(fx_trace_lock),
             self.calls,
             SingleFlight(gate, fx_trace_lock, self.calls, self.reset),

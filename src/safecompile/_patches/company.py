@@ -8,35 +8,34 @@ from typing import Any
 
 __all__ = ["Others", "alone"]
 
+# The engine's threads of a backward work for the thread that called it.
+_ENGINE = ("torch.autograd.", "torch.utils.checkpoint", "torch._functorch.", "torch._dynamo.", "torch._inductor.")
+
 
 def alone() -> bool:
-    """Tell whether no other thread of the process can draw random numbers.
-
-    The engine's threads of a backward work for the thread that called it; threads of Inductor compile.
-    """
-    me, frames = threading.get_ident(), None
-    threads = threading.enumerate()
-    started = [t for t in threads if not isinstance(t, threading._DummyThread) and not _is_helper(t)]
-    if len(started) > 1:
+    """Tell whether no other thread of the process can draw random numbers, Python's and foreign ones alike."""
+    started = {t.ident: t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+    if len(started) > 1 and sum(not _is_helper(thread) for thread in started.values()) > 1:
         return False
-    for thread in threads:
-        if thread.ident != me and isinstance(thread, threading._DummyThread):
-            frames = frames or sys._current_frames()
-            frame = frames.get(thread.ident or 0)
-            while frame is not None and frame.f_back is not None:
-                frame = frame.f_back
-            if frame is not None and not frame.f_globals.get("__name__", "").startswith("torch."):
+    me = threading.get_ident()
+    for ident, frame in sys._current_frames().items():
+        if ident != me and ident not in started:
+            while frame.f_back is not None:
+                frame = frame.f_back  # noqa: PLW2901
+            if not frame.f_globals.get("__name__", "").startswith(_ENGINE):
                 return False
     return True
 
 
 def _is_helper(thread: Any) -> bool:
+    """Tell whether a thread is one of Inductor's, which compile, or of a progress bar."""
     runs = getattr(thread, "_target", None) or type(thread)
-    if runs.__module__ == "concurrent.futures.thread":
+    module = str(getattr(runs, "__module__", ""))
+    if module == "concurrent.futures.thread":
         async_compile = sys.modules.get("torch._inductor.async_compile")
         pool = getattr(async_compile, "AsyncCompile", None) and async_compile.AsyncCompile.pool  # type: ignore[union-attr]
         return bool(pool and pool.cache_info().currsize and thread in pool()._threads)
-    return runs.__module__.startswith(("torch._inductor.", "tqdm."))
+    return module.startswith(("torch._inductor.", "tqdm."))
 
 
 class Others:
@@ -47,13 +46,21 @@ class Others:
         if not self.seen:
             # Called in each new thread before anything of it runs.
             self._profile: Any = threading.getprofile()
-            threading.setprofile(self._notice)
+            self._hook = self._notice
+            threading.setprofile(self._hook)
         return self
 
-    def _notice(self, *_: Any) -> None:
+    def look(self) -> bool:
+        """Look again; return whether one was there at any time."""
+        self.seen = self.seen or not alone()
+        return self.seen
+
+    def _notice(self, *event: Any) -> None:
         self.seen |= not _is_helper(threading.current_thread())
         sys.setprofile(self._profile)
+        if self._profile is not None:
+            self._profile(*event)
 
     def __exit__(self, *_: object) -> None:
-        if not self.from_the_start:
+        if not self.from_the_start and threading.getprofile() is self._hook:
             threading.setprofile(self._profile)

@@ -23,7 +23,7 @@ import torch
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
 
-__all__ = ["FXPatches"]
+__all__ = ["FXPatches", "LazyGraphModules"]
 
 _ABSENT = cast("Any", object())
 _Key = tuple[int, str]
@@ -227,6 +227,33 @@ class FXPatches(PatchPoint):
             new_fn = self._wrap_function(getattr(builtins, name) if stored is _ABSENT else stored)
         frame_dict[name] = new_fn
         return lambda: frame_dict.pop(name, None) if stored is _ABSENT else frame_dict.update({name: stored})
+
+
+class LazyGraphModules(PatchPoint):
+    name = "lazy-graph-code"
+    protects = "threads that call a compiled graph first make its code at the same time: NameError (E4)"
+    upstream = "torch/fx/_lazy_graph_module.py, real_recompile"
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Held while Python code is made of a graph, which calls nothing of the user's and compiles nothing.
+        self._making = threading.RLock()
+
+    def mismatch(self) -> str | None:
+        from torch.fx import _lazy_graph_module as lazy
+
+        missing = not hasattr(lazy._LazyGraphModule, "real_recompile")
+        return "torch.fx._lazy_graph_module._LazyGraphModule has no real_recompile" if missing else None
+
+    def apply(self) -> None:
+        from torch.fx import _lazy_graph_module as lazy
+
+        self.wrap(lazy._LazyGraphModule, "real_recompile", self._make)
+
+    def _make(self, make: Callable[[], None], module: Any, _: Any, __: Any) -> None:
+        if module._needs_recompile():
+            with self._making:
+                make()  # looks again
 
 
 def _trace_on_one_thread(trace: Callable[..., Any], tracer: Any, args: Any, kwargs: Any) -> Any:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree is newer than torch 2.6
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["States", "default_generators", "tensors_in"]
+__all__ = ["States", "default_generator", "default_generators", "tensors_in"]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the default generator of a CUDA device, or the CPU's."""
+    if device.type == "cuda":
+        index = cast("int | None", device.index)
+        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+    return torch.default_generator
 
 
 def default_generators(tree: Any) -> list[torch.Generator]:
@@ -38,7 +46,7 @@ class States(dict[torch.Generator, torch.Tensor]):
 
     def differing(self, other: States) -> States:
         """Return those of these states that are others there."""
-        with _without_modes():
+        with _without_modes(), torch._C.DisableTorchFunction():
             return States({key: state for key, state in self.items() if not torch.equal(state, other[key])})
 
     @contextmanager

@@ -5,21 +5,28 @@ from __future__ import annotations
 import enum
 import inspect
 import sys
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from safecompile._core.errors import CheckpointRandomnessError
-from safecompile._patches.generators import States, default_generators, tensors_in
+from safecompile._patches.generators import States, default_generator, default_generators, tensors_in
 
 __all__ = ["Draws", "Recording", "Replay", "recompute_to_the_end"]
 
 _OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "inductor_prims", "_c10d_functional"})
+
+
+# Others may draw in a dispatch of their own.
+_OWN_TENSORS = (FakeTensor, FunctionalTensor, torch.nn.Parameter)
 
 
 class Draws(enum.IntEnum):
@@ -36,8 +43,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, states: States) -> None:
+        """``states`` has the default generators that are put back; all others count as the user's own."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._states = states
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -51,11 +60,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             # Attention without dropout draws nothing, and its result is large.
-            if _named(func, args, kwargs).get("dropout_p") != 0:
-                own = _named(func, args, kwargs).get("generator")
-                is_own = own is not None and own not in default_generators((args, kwargs))
-                return self.random(func, args, kwargs, own=is_own)
-        elif func.namespace not in _OWN_NAMESPACES:
+            named = _named(func, args, kwargs)
+            if named.get("dropout_p") != 0:
+                generator = named.get("generator") or default_generator(_device(args, kwargs))
+                return self.random(func, args, kwargs, own=generator not in self._states)
+        elif func.namespace not in _OWN_NAMESPACES or any(
+            kind is not torch.Tensor and not issubclass(kind, _OWN_TENSORS) for kind in types
+        ):
             return self.unknown(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -75,8 +86,8 @@ _NOTHING: tuple[Any, Any, bool] = ("nothing", None, False)
 class Recording(_Mode):  # type: ignore[no-untyped-call]
     """Records what the region's random operators give."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, states: States) -> None:
+        super().__init__(states)
         self.tape: _Tape = []
         self.saw = Draws.NOTHING
         self.to_the_end = False
@@ -98,7 +109,7 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if before.differing(States.of(before)):
             self._record(func, args, kwargs, result, own=False)
-        else:
+        elif func.namespace not in _OWN_NAMESPACES:
             self.tape.append((func, None, False))
         return result
 
@@ -119,11 +130,16 @@ class Replay(_Mode):  # type: ignore[no-untyped-call]
     """Gives the recorded numbers in the place of new ones."""
 
     def __init__(
-        self, tape: _Tape, *, defaults: bool, private: dict[torch.device, torch.Generator] | None = None
+        self,
+        states: States,
+        tape: _Tape,
+        *,
+        defaults: bool = True,
+        private: dict[torch.device, torch.Generator] | None = None,
     ) -> None:
         """``private`` generators are drawn from where the default ones were not recorded."""
-        super().__init__()
-        self._tape, self._defaults, self._private = iter(tape), defaults, private
+        super().__init__(states)
+        self._tape, self._defaults, self._private = deque(tape), defaults, private
         self.drew = False
 
     def random(self, func: Any, args: Any, kwargs: Any, *, own: bool) -> Any:
@@ -132,7 +148,8 @@ class Replay(_Mode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs) if self._private is None else self._draw(self._private, func, args, kwargs)
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._defaults:
+        recorded = self._tape[0][0] if self._tape else None
+        if self._defaults and (func.namespace not in _OWN_NAMESPACES or recorded is func):
             return self._replay(func, args, kwargs)
         before = States.of(default_generators((args, kwargs)) if self._private is not None else ())
         result = func(*args, **kwargs)
@@ -142,14 +159,13 @@ class Replay(_Mode):  # type: ignore[no-untyped-call]
 
     def _draw(self, private: dict[torch.device, torch.Generator], func: Any, args: Any, kwargs: Any) -> Any:
         self.drew = True
-        tensors = tensors_in((args, kwargs))
-        device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
-        if device not in private or all(argument.name != "generator" for argument in _arguments(func)):
+        device, same = _device(args, kwargs), _with_generator(func)
+        if device not in private or same is None:
             raise _cannot_draw(func)
-        return func(*args, **{**kwargs, "generator": private[device]})
+        return same(*args, **{**kwargs, "generator": private[device]})
 
     def _replay(self, func: Any, args: Any, kwargs: Any) -> Any:
-        recorded, numbers, _ = next(self._tape, _NOTHING)
+        recorded, numbers, _ = self._tape.popleft() if self._tape else _NOTHING
         if recorded is not func:
             raise CheckpointRandomnessError(
                 f"the recomputation of a checkpoint draws with {func}, where its forward drew with {recorded}: the "
@@ -198,6 +214,19 @@ def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     named.update((argument.name, value) for argument, value in zip(_arguments(func), args, strict=False))
     named.update(kwargs)
     return named
+
+
+def _device(args: Any, kwargs: Any) -> torch.device:
+    tensors = tensors_in((args, kwargs))
+    return tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+
+
+def _with_generator(func: Any) -> Any:
+    """Return the overload of an operator that takes a generator, or ``None``."""
+    names = {argument.name for argument in _arguments(func)} | {"generator"}
+    packet = getattr(func, "overloadpacket", None)
+    overloads = [func, *(getattr(packet, name) for name in packet.overloads())] if packet else []
+    return next((one for one in overloads if {argument.name for argument in _arguments(one)} == names), None)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

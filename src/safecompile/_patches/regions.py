@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ __all__ = ["Region", "TorchCheckpoint"]
 
 # Which kind of generator a region drew from when it was last looked at, by what it runs.
 _known: dict[Any, Draws] = {}
-_MOST_KNOWN = 10_000
+_MOST_KNOWN, _MOST_PARTS = 10_000, 64
 
 _Again = Callable[[], AbstractContextManager[Any]]
 
@@ -41,7 +44,7 @@ class Region:
         self._again: _Again | None = None
         self._intra_op_threads = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._again is None:
             self._intra_op_threads = torch.get_num_threads()
             with Others() as others:
@@ -60,7 +63,7 @@ class Region:
             torch.set_num_threads(mine)
 
     def _forward(self, others: Others, args: Any, kwargs: Any) -> tuple[Any, _Again]:
-        key = _what_runs(self._function, args)
+        key = _what_runs(self._function, args, kwargs)
         known = _known.get(key)
         # Under another mode, such as an outer region's recomputation, the generators do not tell what is drawn.
         among_modes = torch._C._len_torch_dispatch_stack() > 0
@@ -70,47 +73,51 @@ class Region:
             drawn = before.differing(after := States.of(before))
             if not drawn:
                 return result, nullcontext
-            if not others.seen:
-                _learn(key, Draws.DEFAULT)
-                return result, functools.partial(_draw_again, key, drawn, None, [])
+            _learn(key, Draws.DEFAULT)
+            if not others.look():
+                return result, functools.partial(_draw_again, key, before, drawn, None, None)
             recompute_to_the_end()
-            return result, functools.partial(_draw_again, key, drawn, after, [])
+            return result, functools.partial(_draw_again, key, before, drawn, after, None)
 
-        with Recording() as recording:
+        with Recording(before) as recording:
             result = self._function(*args, **kwargs)
-        came = others.seen and not others.from_the_start
+        came = others.look() and not others.from_the_start
         _learn(key, Draws.OWN if recording.to_the_end or came else recording.saw)
         if recording.to_the_end:
             recompute_to_the_end()
         if others.seen or among_modes:
-            return result, functools.partial(Replay, recording.tape, defaults=True)
+            return result, functools.partial(Replay, before, recording.tape)
         recording.forget_defaults()
-        return result, functools.partial(_draw_again, key, before.differing(States.of(before)), None, recording.tape)
+        return result, functools.partial(
+            _draw_again, key, before, before.differing(States.of(before)), None, recording.tape
+        )
 
 
 @contextmanager
-def _draw_again(key: Any, states: States, after: States | None, tape: list[Any]) -> Iterator[None]:
-    """Let the region draw again from the states of the default generators that changed in its forward.
+def _draw_again(
+    key: Any, before: States, drawn: States, after: States | None, tape: list[Any] | None
+) -> Iterator[None]:
+    """Let the region draw again from the states of the default generators that its forward had ``drawn`` from.
 
-    ``after`` is given if another thread may have drawn meanwhile: the states at the forward's end.
+    ``after`` is given if another thread may have drawn meanwhile: the states at the forward's end. ``tape`` is given if
+    the forward ran under a mode: some operators do other things under one.
     """
     if after is None and alone():
-        with Others() as others, states.put_back(), Replay(tape, defaults=False) if tape else nullcontext():
+        mode = nullcontext() if tape is None else Replay(before, tape, defaults=False)
+        with Others() as others, drawn.put_back(), mode:
             try:
                 yield
             finally:
-                if others.seen:
+                if others.look():
                     _learn(key, Draws.OWN)
                     raise CheckpointRandomnessError(_UNKNOWN.format("recomputation"))
         return
-    private = states.private()
-    with Replay(tape, defaults=False, private=private) as replay:
+    private = drawn.private()
+    with Replay(before, tape or [], defaults=False, private=private) as replay:
         yield
     if after is not None and replay.drew:
         _learn(key, Draws.OWN)
-        if any(
-            not torch.equal(state, private[key.device].get_state()) for key, state in after.items() if key in states
-        ):
+        if any(not torch.equal(state, private[key.device].get_state()) for key, state in after.items() if key in drawn):
             raise CheckpointRandomnessError(_UNKNOWN.format("forward"))
 
 
@@ -123,26 +130,45 @@ _UNKNOWN = (
 def _learn(key: Any, draws: Draws) -> None:
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    _known[key] = draws
+    _known[key] = max(draws, _known.get(key, draws))  # what has drawn once may draw again
 
 
-def _what_runs(function: Any, args: Any) -> Any:
-    """Return what stands for the region from call to call: its code, and the modules that it has."""
-    if isinstance(function, torch.nn.Module):
-        return id(function), function.training
+def _what_runs(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what stands for the region from call to call: its code, the modules that it has, and small arguments."""
+    if isinstance(function, torch.nn.Module) and len(args) == 1 and not kwargs:
+        return _stands_for(function)
     while isinstance(function, functools.partial):
-        function, args = function.func, (*function.args, *args)
-    function = getattr(function, "__wrapped__", function)
-    things = [function, getattr(function, "__self__", None), *args]
-    for cell in getattr(function, "__closure__", None) or ():
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    if isinstance(function, FunctionType):
+        function = getattr(function, "__wrapped__", function)
+    things = [function, *args, *kwargs.values()]
+    for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
         with suppress(ValueError):  # an empty one
             things.append(cell.cell_contents)
-    return tuple(
-        (id(thing), thing.training)
-        if isinstance(thing, torch.nn.Module)
-        else id(getattr(thing, "__code__", type(thing)))
-        for thing in things
-    )
+    return tuple(map(_stands_for, things))
+
+
+# A number for each module: an id may be that of another one later.
+_numbers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+_count = itertools.count()
+
+
+def _number(module: torch.nn.Module) -> int:
+    number = _numbers.get(module)
+    return _numbers.setdefault(module, next(_count)) if number is None else number
+
+
+def _stands_for(thing: Any, depth: int = 3) -> Any:
+    if isinstance(thing, torch.nn.Module):
+        return _number(thing), thing.training
+    if isinstance(thing, FunctionType):
+        return id(thing.__code__)
+    if isinstance(thing, MethodType):
+        return _stands_for(thing.__func__), _stands_for(thing.__self__)
+    if isinstance(thing, (list, tuple, dict)) and depth and len(thing) <= _MOST_PARTS:
+        return tuple(_stands_for(part, depth - 1) for part in (thing.values() if isinstance(thing, dict) else thing))
+    return thing if isinstance(thing, (bool, int, str)) else type(thing)
 
 
 class TorchCheckpoint(PatchPoint):
@@ -162,7 +188,8 @@ class TorchCheckpoint(PatchPoint):
         self.recode(function, redirecting(functools.partial(_checkpoint, original)))
 
 
-def _checkpoint(original: Callable[..., Any], function: Any, *args: Any, **options: Any) -> Any:
+def _checkpoint(original: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    function, *args = args or (options.pop("function", None),)  # type: ignore[assignment]
     plain = isinstance(function, Region) or not callable(function) or torch.compiler.is_compiling()
     if plain or not options.get("preserve_rng_state", True):
         return original(function, *args, **options)

@@ -96,6 +96,6 @@ def copy_of(function: Any) -> Any:
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     copied.__kwdefaults__, copied.__doc__ = function.__kwdefaults__, function.__doc__
-    copied.__qualname__ = function.__qualname__
+    copied.__qualname__, copied.__annotations__ = function.__qualname__, function.__annotations__
     copied.__dict__.update(function.__dict__)
     return copied

@@ -134,9 +134,12 @@ class _Counts:
 
 
 def _local_storage(module: ModuleType, defaults: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the storage, and for each name how many threads have set it to something that is true."""
+    """Return the storage, and for each name how many threads have set it to something else than its default."""
     count, guard = _Counts(), threading.Lock()
     vars(count).update(dict.fromkeys(defaults, 0))
+
+    def is_set(name: str, value: Any) -> bool:
+        return value is not defaults[name]
 
     class Local(threading.local):
         def __init__(self) -> None:
@@ -147,7 +150,7 @@ def _local_storage(module: ModuleType, defaults: dict[str, Any]) -> tuple[Any, A
 
         def __setattr__(self, name: str, value: Any) -> None:
             with guard:
-                setattr(count, name, getattr(count, name) + bool(value) - bool(getattr(self, name)))
+                setattr(count, name, getattr(count, name) + is_set(name, value) - is_set(name, getattr(self, name)))
             super().__setattr__(name, value)
 
     return Local(), count
