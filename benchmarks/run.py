@@ -49,9 +49,10 @@ class Plan:
     checkpoint_rounds: int = 60
     checkpoint_tokens: int = 256
     checkpoint_memory_tokens: int = 8192
+    dropouts: tuple[float, ...] = (0.0, 0.1)
 
 
-QUICK = Plan((1, 4), 1, (2, 100, 5), 1, 0.3, 1, 1, 3, 2, 16, 4096)
+QUICK = Plan((1, 4), 1, (2, 100, 5), 1, 0.3, 1, 1, 3, 2, 16, 4096, (0.1,))
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,14 @@ class Bench:
         large = {"layers": 8, "width": 256, "tokens": plan.checkpoint_memory_tokens}
         return {
             "time": {
-                str(p): self.run("checkpoint_time", dropout=p, steps=plan.checkpoint_steps, **size) for p in (0.0, 0.1)
+                str(p): self.run("checkpoint_time", dropout=p, steps=plan.checkpoint_steps, **size)
+                for p in plan.dropouts
             },
             "memory": {
                 str(p): {
                     v: self.run("checkpoint_memory", variant=v, dropout=p, **large) for v in ("stock", "safecompile")
                 }
-                for p in (0.0, 0.1)
+                for p in plan.dropouts
             },
             "threads": self.run("checkpoint_threads", threads=4, rounds=plan.checkpoint_rounds, steps=2, **size),
         }

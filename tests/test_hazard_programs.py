@@ -225,7 +225,7 @@ PROGRAMS = {
         assert backend.entered.wait(30)
         child = os.fork()
         if not child:
-            faulthandler.dump_traceback_later(10, exit=True)
+            faulthandler.dump_traceback_later(20 if sys.argv[1] == "library" else 6, exit=True)
             os._exit(0 if torch.equal(compile_it(lambda v: v.cos(), backend="eager")(x), x.cos()) else 3)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         backend.release.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches, LazyGraphModules
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.regions import TorchCheckpoint
+from safecompile._patches.rewriting import looked_up
 from safecompile._patches.thread_globals import Made, ThreadGlobals
 
 __all__ = ["fx_trace_lock", "gate", "patches"]
@@ -88,7 +90,9 @@ class Patches:
                 if strict and self._mismatches:
                     self._complain(strict=True)
                 return gate.epoch
-            self._mismatches = [f"{point.name}: {reason}" for point in self.points if (reason := _install(point))]
+            rewritten = {point.module for point in self.points if isinstance(point, ThreadGlobals)}
+            with looked_up(map(importlib.import_module, rewritten)):
+                self._mismatches = [f"{point.name}: {reason}" for point in self.points if (reason := _install(point))]
             if self._mismatches:
                 self._complain(strict=strict)
             replaced = set[CodeType]().union(*(point.replaced_code() for point in self.points))

@@ -189,7 +189,9 @@ class TorchCheckpoint(PatchPoint):
 
 
 def _checkpoint(original: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-    function, *args = args or (options.pop("function", None),)  # type: ignore[assignment]
+    if not args and "function" not in options:
+        return original(**options)  # refuses
+    function, *args = args or (options.pop("function"),)  # type: ignore[assignment]
     plain = isinstance(function, Region) or not callable(function) or torch.compiler.is_compiling()
     if plain or not options.get("preserve_rng_state", True):
         return original(function, *args, **options)

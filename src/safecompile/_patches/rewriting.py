@@ -5,11 +5,22 @@ from __future__ import annotations
 import ast
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["codes_in", "constant", "copy_of", "functions_of", "parsed", "redirecting", "rewritten", "with_constants"]
+__all__ = [
+    "codes_in",
+    "constant",
+    "copy_of",
+    "functions_of",
+    "looked_up",
+    "parsed",
+    "redirecting",
+    "rewritten",
+    "with_constants",
+]
 
 
 def rewritten(module: ModuleType, names: Sequence[str], change: ast.NodeTransformer) -> Callable[[CodeType], CodeType]:
@@ -51,8 +62,25 @@ def parsed(source: str, at: ast.stmt) -> list[ast.stmt]:
 
 def functions_of(module: ModuleType) -> list[FunctionType]:
     """Return every live function of the module, also undecorated ones that only a decorator holds."""
-    referrers = gc.get_referrers(vars(module))
-    return [thing for thing in referrers if type(thing) is FunctionType and thing.__globals__ is vars(module)]
+    if module.__name__ in _found:
+        return _found[module.__name__]
+    return [thing for thing in gc.get_referrers(vars(module)) if type(thing) is FunctionType]
+
+
+@contextmanager
+def looked_up(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Go through all objects of the process once, and not for each module."""
+    modules = list(modules)
+    functions = [thing for thing in gc.get_referrers(*map(vars, modules)) if type(thing) is FunctionType]
+    for module in modules:
+        _found[module.__name__] = [f for f in functions if f.__globals__ is vars(module)]
+    try:
+        yield
+    finally:
+        _found.clear()
+
+
+_found: dict[str, list[FunctionType]] = {}
 
 
 def _key(code: CodeType) -> tuple[str, int]:

@@ -16,8 +16,9 @@ import importlib
 import inspect
 import symtable
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -42,25 +43,28 @@ class ThreadGlobals(PatchPoint):
         """``defaults`` maps each name to the value it has while nothing is traced or compiled."""
         super().__init__()
         self.name, self.protects, self.upstream = name, protects, f"{module}: {', '.join(defaults)}"
-        self._module_name = module
+        self.module = module
         self._defaults = defaults
+        self._changed: Callable[[CodeType], CodeType] | None = None
 
     def needed(self) -> bool:
         # A name that is gone was repaired upstream or not there yet; either way there is nothing to isolate.
         return bool(self._present())
 
     def mismatch(self) -> str | None:
-        shadowed = _shadowed(symtable.symtable(self._source(), self._module_name, "exec"), self._present())
-        return f"{self._module_name} uses {shadowed} for something local" if shadowed else None
+        if self._changed is not None:
+            return None
+        shadowed = _shadowed(symtable.symtable(self._source(), self.module, "exec"), self._present())
+        return f"{self.module} uses {shadowed} for something local" if shadowed else None
 
     def apply(self) -> None:
-        module = importlib.import_module(self._module_name)
+        module = importlib.import_module(self.module)
         names = self._present()
         local, count = _local_storage(module, {name: self._defaults[name] for name in names})
-        changed = rewritten(module, names, _Redirect(self._defaults))
+        self._changed = self._changed or rewritten(module, names, _Redirect(self._defaults))
         for function in functions_of(module):
             if any(name in code.co_names for code in codes_in(function.__code__) for name in names):
-                self.recode(function, with_constants(changed(function.__code__), local=local, set=count))
+                self.recode(function, with_constants(self._changed(function.__code__), local=local, set=count))
         self._carried = torch._C._len_torch_dispatch_stack() > 0
         if self._carried:
             # The calling thread is inside a mode that it entered before.
@@ -71,7 +75,7 @@ class ThreadGlobals(PatchPoint):
 
     def restore(self) -> None:
         if self.active:
-            module = importlib.import_module(self._module_name)
+            module = importlib.import_module(self.module)
             inside = threading.get_ident() in threads_running(self.replaced_code())
             super().restore()
             values = {name: getattr(self._local, name) for name in self._present()} if self._carried else self._defaults
@@ -81,11 +85,11 @@ class ThreadGlobals(PatchPoint):
                 vars(module).update({name: flags[name] for name in self._present() if name in flags})
 
     def _present(self) -> tuple[str, ...]:
-        module = importlib.import_module(self._module_name)
+        module = importlib.import_module(self.module)
         return tuple(name for name in self._defaults if name in vars(module))
 
     def _source(self) -> str:
-        return inspect.getsource(importlib.import_module(self._module_name))
+        return inspect.getsource(importlib.import_module(self.module))
 
 
 class _Redirect(ast.NodeTransformer):
