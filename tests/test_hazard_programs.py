@@ -6,6 +6,7 @@ has noted any.
 
 from __future__ import annotations
 
+import json
 import textwrap
 
 import pytest
@@ -335,9 +336,36 @@ def run(body: str, how: str) -> IsolatedResult:
     return run_isolated(f"{PRELUDE}{EXTRA}{textwrap.dedent(body)}{END}", [how], timeout=100)
 
 
-@pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in {**PROGRAMS, **HEALTHY_ALONE}.items()])
-def test_program_is_healthy_with_the_library(body: str) -> None:
-    run(body, "library").check()
+ALL = """
+import json
+for name, body in json.loads(sys.argv[2]).items():
+    faults.clear()
+    sys.setswitchinterval(0.005)
+    torch._dynamo.reset()
+    try:
+        exec(body, dict(globals()))
+    except Exception as error:
+        fault("the program", type(error).__name__, error)
+    print(json.dumps([name, dict(faults)]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def with_the_library() -> tuple[dict[str, dict[str, int]], IsolatedResult]:
+    """Run all programs in one process, one after the other: a fault that stays would show in those that follow."""
+    bodies = {name: textwrap.dedent(body) for name, body in {**PROGRAMS, **HEALTHY_ALONE}.items()}
+    result = run_isolated(f"{PRELUDE}{EXTRA}{ALL}", ["library", json.dumps(bodies)], timeout=200)
+    lines = [line for line in result.stdout.splitlines() if line.startswith('["')]
+    return dict(json.loads(line) for line in lines), result
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *HEALTHY_ALONE])
+def test_program_is_healthy_with_the_library(
+    name: str, with_the_library: tuple[dict[str, dict[str, int]], IsolatedResult]
+) -> None:
+    faults, result = with_the_library
+    assert name in faults, result
+    assert faults[name] == {}
 
 
 @pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in PROGRAMS.items()])
