@@ -17,9 +17,12 @@ def alone() -> bool:
     started = {t.ident: t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     if len(started) > 1 and sum(not _is_helper(thread) for thread in started.values()) > 1:
         return False
-    me = threading.get_ident()
-    for ident, frame in sys._current_frames().items():
-        if ident != me and ident not in started:
+    frames = sys._current_frames()
+    frames.pop(
+        threading.get_ident(), None
+    )  # its own frame would keep itself, and all activations, until it is collected
+    for ident, frame in frames.items():
+        if ident not in started:
             while frame.f_back is not None:
                 frame = frame.f_back  # noqa: PLW2901
             if not frame.f_globals.get("__name__", "").startswith(_ENGINE):

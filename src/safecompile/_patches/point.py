@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
@@ -105,7 +106,9 @@ def _get(owner: Any, name: str) -> Any:
 def threads_running(codes: set[CodeType]) -> set[int]:
     """Return the idents of the threads that have a frame of one of ``codes`` on their stack."""
     found, wanted = set(), {id(code) for code in codes}  # code that Dynamo has made may have no hash
-    for ident, top in sys._current_frames().items():
+    frames = sys._current_frames()
+    here = frames.pop(threading.get_ident()).f_back  # not its own frame, which would keep itself
+    for ident, top in [*frames.items(), (threading.get_ident(), here)]:
         frame: FrameType | None = top
         while frame is not None:
             if id(frame.f_code) in wanted:
