@@ -11,10 +11,10 @@ import textwrap
 
 import pytest
 
-from tests.helpers.subprocess_run import IsolatedResult, run_isolated
+from tests.helpers.subprocess_run import IsolatedResult, run_forked
 
 PRELUDE = """
-import collections, math, sys, threading
+import collections, contextlib, math, sys, threading
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from tests.helpers.backends import CountingBackend
@@ -81,6 +81,23 @@ def in_the_middle_of(trace, model, do):
         thread.join(30)
     assert not thread.is_alive()
     return result[0] if result else None
+
+@contextlib.contextmanager
+def another_thread_inside(enter, *args):
+    '''Keep another thread inside a context.'''
+    def run():
+        with enter(*args):
+            entered.set()
+            assert leave.wait(30)
+    entered, leave = threading.Event(), threading.Event()
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert entered.wait(30)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join(30)
 
 x = torch.linspace(-1, 1, 8).reshape(2, 4)
 """
@@ -153,19 +170,10 @@ PROGRAMS = {
     """,
     "S7: a stance in another thread": """
         def beside(stance):
-            entered, leave = threading.Event(), threading.Event()
-            def other():
-                with torch.compiler.set_stance(stance):
-                    entered.set()
-                    assert leave.wait(30)
-            thread = threading.Thread(target=other)
-            thread.start()
-            assert entered.wait(30)
             backend = CountingBackend()
             call = compile_it(eval("lambda v: v.sin()"), backend=backend)
-            attempt(stance, lambda: call(x), x.sin())
-            leave.set()
-            thread.join(30)
+            with another_thread_inside(torch.compiler.set_stance, stance):
+                attempt(stance, lambda: call(x), x.sin())
             if backend.count != 1:
                 fault(stance, "compiles:", backend.count)
         beside("force_eager")
@@ -192,21 +200,12 @@ PROGRAMS = {
             fault("compiles afterwards:", backend.count)
     """,
     "S7: an error on graph breaks that another thread has asked for": """
-        entered, leave = threading.Event(), threading.Event()
-        def strict():
-            with torch._dynamo.error_on_graph_break(True):
-                entered.set()
-                assert leave.wait(30)
-        thread = threading.Thread(target=strict)
-        thread.start()
-        assert entered.wait(30)
         def breaks(v):
             v = v + 1
             torch._dynamo.graph_break()
             return v * 2
-        attempt("graph break", lambda: compile_it(breaks, backend="eager")(x), (x + 1) * 2)
-        leave.set()
-        thread.join(30)
+        with another_thread_inside(torch._dynamo.error_on_graph_break, True):
+            attempt("graph break", lambda: compile_it(breaks, backend="eager")(x), (x + 1) * 2)
     """,
     "E3: exported programs loaded at the same time": """
         import io
@@ -333,7 +332,7 @@ HEALTHY_ALONE = {
 
 
 def run(body: str, how: str) -> IsolatedResult:
-    return run_isolated(f"{PRELUDE}{EXTRA}{textwrap.dedent(body)}{END}", [how], timeout=100)
+    return run_forked(f"{PRELUDE}{EXTRA}{textwrap.dedent(body)}{END}", [how], timeout=100)
 
 
 ALL = """
@@ -354,7 +353,7 @@ for name, body in json.loads(sys.argv[2]).items():
 def with_the_library() -> tuple[dict[str, dict[str, int]], IsolatedResult]:
     """Run all programs in one process, one after the other: a fault that stays would show in those that follow."""
     bodies = {name: textwrap.dedent(body) for name, body in {**PROGRAMS, **HEALTHY_ALONE}.items()}
-    result = run_isolated(f"{PRELUDE}{EXTRA}{ALL}", ["library", json.dumps(bodies)], timeout=200)
+    result = run_forked(f"{PRELUDE}{EXTRA}{ALL}", ["library", json.dumps(bodies)], timeout=200)
     lines = [line for line in result.stdout.splitlines() if line.startswith('["')]
     return dict(json.loads(line) for line in lines), result
 

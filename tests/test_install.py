@@ -15,7 +15,7 @@ import safecompile
 from safecompile import PatchesInUseError, PatchMismatchError, thread_safe_compile
 from tests.helpers import torch_state
 from tests.helpers.backends import AotCountingBackend, CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import gather_threads, run_threads, switch_interval
 from tests.helpers.tracing import TRACES, Model, example, held_trace
 
@@ -45,7 +45,7 @@ def broken(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_importing_and_decorating_change_nothing_and_the_first_call_installs() -> None:
-    run_isolated("""
+    run_forked("""
         import sys
         import torch
         import torch._dynamo.convert_frame  # loaded by torch.compile itself
@@ -69,7 +69,7 @@ def test_importing_and_decorating_change_nothing_and_the_first_call_installs() -
 
 
 def test_uninstall_restores_every_attribute_and_all_code() -> None:
-    run_isolated("""
+    run_forked("""
         import math, threading
         import torch
         import safecompile
@@ -316,7 +316,7 @@ before = snapshot()
 
 
 def test_a_patch_point_that_does_not_match_is_an_error_under_strict_and_one_warning_otherwise() -> None:
-    run_isolated(f"""{MISMATCH}
+    run_forked(f"""{MISMATCH}
 try:
     safecompile.install(strict=True)
 except safecompile.PatchMismatchError as error:
@@ -339,7 +339,7 @@ assert not by_name.pop("resume-functions") and any(by_name.values())
 
 
 def test_strict_is_an_error_also_after_a_lax_installation() -> None:
-    result = run_isolated(f"""{MISMATCH}
+    result = run_forked(f"""{MISMATCH}
 warnings.simplefilter("ignore")
 safecompile.install()
 try:
@@ -377,7 +377,7 @@ def test_statistics_tell_what_is_installed_and_compiled() -> None:
 
 
 def test_an_installation_inside_a_dispatch_mode_leaves_no_flag_behind() -> None:
-    run_isolated("""
+    run_forked("""
         import torch
         import safecompile
         from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode

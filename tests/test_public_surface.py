@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import safecompile
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked, run_isolated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,7 +107,7 @@ def test_import_loads_no_dynamo_and_changes_nothing_in_torch() -> None:
 
 
 def test_the_comparison_sees_a_patch() -> None:
-    result = run_isolated(
+    result = run_forked(
         """
         import torch.fx
         from tests.helpers.torch_state import changes, snapshot

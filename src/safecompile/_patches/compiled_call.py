@@ -11,6 +11,8 @@ import gc
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
+import torch
+
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import codes_in, constant, parsed, rewritten, with_constants
@@ -43,6 +45,8 @@ class CompiledCalls(PatchPoint):
         # By torch's code: what guarded callables run, and what all others do while the patches are installed.
         self._guarded: dict[CodeType, CodeType] = {}
         self._plain: dict[CodeType, CodeType] = {}
+        # Around what Dynamo leaves alone: several of them stand in the way of a warm call.
+        self._disabled: dict[CodeType, CodeType] = {}
         self.codes: set[CodeType] = set()
 
     def mismatch(self) -> str | None:
@@ -53,13 +57,14 @@ class CompiledCalls(PatchPoint):
         from torch._dynamo import eval_frame
 
         self._prepare()
-        for code, plain in self._plain.items():
-            for function in gc.get_referrers(code):
-                if type(function) is FunctionType and function.__code__ is code:
-                    self.recode(function, plain)
-        make: Any = eval_frame._TorchDynamoContext.__call__
-        consts = tuple(self._plain.get(const, const) for const in make.__code__.co_consts)
-        self.recode(make, make.__code__.replace(co_consts=consts))
+        makers: list[Any] = [eval_frame._TorchDynamoContext.__call__, eval_frame.DisableContext.__call__]
+        for make, new in zip(makers, (self._plain, self._disabled), strict=True):
+            for code in new:
+                for function in gc.get_referrers(code):
+                    if type(function) is FunctionType and function.__code__ is code:
+                        self.recode(function, new[code])
+            consts = tuple(new.get(const, const) for const in make.__code__.co_consts)
+            self.recode(make, make.__code__.replace(co_consts=consts))
 
     def guard(self, compiled: Any) -> bool:
         """Make a function that ``torch.compile`` has returned install the patches when it is called."""
@@ -78,13 +83,23 @@ class CompiledCalls(PatchPoint):
 
         if self.codes:
             return
-        changed = rewritten(eval_frame, ["class _TorchDynamoContext"], _CallAgain())
+        constants = {"gate": self._gate, "look_again": LookAgain, "compiler": _Compiler()}
+        changed = rewritten(eval_frame, ["class _TorchDynamoContext", "class DisableContext"], _CallAgain())
         for code in codes_in(eval_frame._TorchDynamoContext.__call__.__code__):
             if code.co_name in _CallAgain.names and changed(code).co_freevars == code.co_freevars:
                 for codes, patches in ((self._guarded, self._patches), (self._plain, _Waits(self._patches))):
-                    codes[code] = with_constants(changed(code), gate=self._gate, patches=patches, look_again=LookAgain)
+                    codes[code] = with_constants(changed(code), patches=patches, **constants)
+        for code in codes_in(eval_frame.DisableContext.__call__.__code__):
+            if code.co_name in _CallAgain.names:
+                self._disabled[code] = with_constants(changed(code), **constants)
         self._guarded.update({plain: self._guarded[code] for code, plain in self._plain.items()})
         self.codes.update(self._guarded.values(), self._plain.values())
+
+
+class _Compiler:
+    """What is called of ``torch.compiler``, whose names are slow to look up while it has properties."""
+
+    is_exporting = staticmethod(getattr(torch.compiler, "is_exporting", bool))  # not in torch 2.6
 
 
 class _CallAgain(ast.NodeTransformer):
@@ -103,9 +118,21 @@ while True:
         tries += 1
 """
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        self._compiles = node.name == "_TorchDynamoContext"
+        self.generic_visit(node)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if ast.unparse(node) == "torch.compiler.is_exporting":
+            node.value = ast.copy_location(ast.Constant(constant("compiler")), node)
+        else:
+            self.generic_visit(node)
+        return node
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
-        if node.name in self.names:
+        if self._compiles and node.name in self.names:
             loop: Any = parsed(self.loop, node)
             loop[1].body[1].body = node.body
             node.body = loop
