@@ -6,6 +6,7 @@ from safecompile._checkpoint import checkpoint, checkpoint_sequential
 from safecompile._compile import thread_safe_compile
 from safecompile._context import capture_context
 from safecompile._core.errors import (
+    ArgumentChangedError,
     CheckpointRandomnessError,
     ContextConflictError,
     LockTimeoutError,
@@ -19,6 +20,7 @@ from safecompile._patches import fx_trace_lock
 from safecompile._warmup import warmup
 
 __all__ = [
+    "ArgumentChangedError",
     "CheckpointRandomnessError",
     "ContextConflictError",
     "LockTimeoutError",

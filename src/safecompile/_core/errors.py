@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentChangedError",
     "CheckpointRandomnessError",
     "ContextConflictError",
     "LockTimeoutError",
@@ -15,6 +16,10 @@ __all__ = [
 
 class SafeCompileError(Exception):
     """Base class of the library's own errors."""
+
+
+class ArgumentChangedError(SafeCompileError, RuntimeError):
+    """Another thread changed an argument while a call was being compiled with it."""
 
 
 class LockTimeoutError(SafeCompileError):

@@ -16,6 +16,7 @@ from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches import dynamo
 from safecompile._patches.compile_state import CompileState
+from safecompile._patches.compiled_autograd import CompiledAutograd
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.dynamo import (
     CacheOrder,
@@ -54,15 +55,15 @@ class Patches:
         self._held: set[int] = set()
         self._warned = False
         self._mismatches: list[str] = []
-        fx = FXPatches(dynamo.skip_frames_of)
+        fx, count = FXPatches(dynamo.skip_frames_of), FullgraphCount()
         self.points: tuple[PatchPoint, ...] = (
             *(ThreadGlobals(*row) for row in _THREAD_GLOBALS),
             fx,
             LazyGraphModules(),
             CompileLock(fx_trace_lock),
             self.calls,
-            SingleFlight(gate, fx_trace_lock, self.calls, self.reset),
-            FullgraphCount(),
+            SingleFlight(gate, fx_trace_lock, self.calls, count, self.reset),
+            count,
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
             Exports(fx),
@@ -70,6 +71,7 @@ class Patches:
             CacheOrder(),
             CompileState(),
             Stance(),
+            CompiledAutograd(),
         )
 
     def install(self, *, strict: bool = False) -> int:
@@ -291,6 +293,21 @@ _THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "torch._export.serde.serialize",
         {"_CURRENT_DESERIALIZER": None},
         '"_CURRENT_DESERIALIZER is already set" when two threads load exported programs (E3)',
+    ),
+    (
+        "compiled-autograd-flags",
+        "torch._dynamo.compiled_autograd",
+        dict.fromkeys(
+            (
+                "compiled_autograd_enabled",
+                "compiled_autograd_enabled_force_eager",
+                "in_compiled_autograd_region",
+                "active_disable_ctx",
+            ),
+            False,
+        )
+        | {"depth": 0},
+        "a thread believes that its backward is compiled because another thread's is (E10)",
     ),
     (
         "lazy-graph-modules",

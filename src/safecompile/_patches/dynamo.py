@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from safecompile._core.gate import Gate, LookAgain
+from safecompile._patches.arguments import Arguments
 from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
@@ -106,9 +107,11 @@ class SingleFlight(PatchPoint):
     protects = "N threads that make one first call compile it up to N times (E4)"
     upstream = "pytorch#123177; torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
 
-    def __init__(self, gate: Gate, lock: FXTraceLock, calls: CompiledCalls, reset: Callable[..., None]) -> None:
+    def __init__(
+        self, gate: Gate, lock: FXTraceLock, calls: CompiledCalls, count: FullgraphCount, reset: Callable[..., None]
+    ) -> None:
         super().__init__()
-        self._gate, self._lock, self._calls, self._reset_when_idle = gate, lock, calls, reset
+        self._gate, self._lock, self._calls, self._count, self._reset_when_idle = gate, lock, calls, count, reset
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame, eval_frame
@@ -159,7 +162,14 @@ class SingleFlight(PatchPoint):
         elif self._finished_meanwhile(converter, frame):
             return self._run_once_as_it_is()
         with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
-            result = _converted(convert, args, kwargs)
+            arguments = Arguments(frame.f_locals)
+            try:
+                result = _converted(convert, args, kwargs)
+            except Exception as error:
+                blamed = arguments.blame(error, code.co_name)
+                if blamed is None:
+                    raise
+                raise blamed from error
         entry = getattr(result, "guarded_code", None)
         if entry is not None:
             self._gate.finish(code, _inserted(entry.guard_manager))
@@ -177,13 +187,15 @@ class SingleFlight(PatchPoint):
         By the identity of frames and not by code and name: a plain compiled object over the same code,
         called in the eager part of a guarded call, must not unwind that part.
         """
+        while _calls_forward_first(caller):
+            caller = cast("FrameType", caller.f_back)
         return caller if caller.f_code is _RESUME_CODE or self._calls.catch(caller.f_code) else None
 
     def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
         from torch._C._autograd import _top_saved_tensors_default_hooks
 
-        if getattr(converter, "_one_graph", False) or not self._gate.finished_elsewhere(frame.f_code):
+        if not self._gate.finished_elsewhere(frame.f_code):
             return False
         if _top_saved_tensors_default_hooks(True) is not None:
             # In a checkpoint the frame must save the same tensors as in the recomputation, which is compiled.
@@ -193,10 +205,21 @@ class SingleFlight(PatchPoint):
     def _run_once_as_it_is(self) -> Any:
         from torch._dynamo import types
 
+        self._count.excuse()
         skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]
         return types.ConvertFrameReturn(
             frame_exec_strategy=skip, apply_to_code=False, skip_reason="compiled by another thread"
         )
+
+
+def _calls_forward_first(frame: FrameType) -> bool:
+    """Tell whether ``frame`` is ``nn.Module``'s own around a forward, and no hook stands before that."""
+    from torch.nn.modules import module
+
+    if frame.f_code.co_filename != module.__file__ or "self" not in frame.f_locals:
+        return False
+    names = ("forward_pre_hooks", "backward_pre_hooks", "backward_hooks")
+    return not any(getattr(frame.f_locals["self"], f"_{n}") or getattr(module, f"_global_{n}") for n in names)
 
 
 def _converted(convert: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -319,6 +342,7 @@ class Stance(PatchPoint):
 
 class _Call(threading.local):
     ticket: int | None = None
+    excused = False
 
 
 class FullgraphCount(PatchPoint):
@@ -351,6 +375,7 @@ class FullgraphCount(PatchPoint):
         if starts == (mine is not None):
             return 0 if starts else -1  # inside a call that is counted already, or after its end
         if starts:
+            self._call.excused = False
             next(self._tickets)  # before, so that others see that their count is disturbed
             set_count(0)
             self._call.ticket = next(self._tickets)
@@ -358,7 +383,11 @@ class FullgraphCount(PatchPoint):
         self._call.ticket = None
         count = set_count(-1)
         undisturbed = mine is not None and next(self._tickets) == mine + 1
-        return count if undisturbed else max(count, 1)
+        return count if undisturbed and not self._call.excused else max(count, 1)
+
+    def excuse(self) -> None:
+        """Let the calling thread's call end without a compiled frame: it was run as it is, this once."""
+        self._call.excused = True
 
 
 class ResumeFunctions(PatchPoint):
