@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests.helpers.backends import AotCountingBackend, CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import IsolatedResult, run_forked, run_isolated
 from tests.helpers.threads import ThreadsHangError, WorkersFailedError, gather_threads, run_threads, switch_interval
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -76,8 +77,26 @@ def test_an_isolated_program_hands_back_what_it_did(tmp_path: Path) -> None:
         result.check()
 
 
-def test_an_isolated_program_that_hangs_shows_its_stacks() -> None:
-    result = run_isolated(
+def test_a_forked_program_hands_back_what_it_did_and_leaves_nothing_for_the_next() -> None:
+    program = """
+    import os, sys, threading
+    import torch
+    assert __name__ == "__main__" and threading.active_count() == len(os.listdir("/proc/self/task")) == 1
+    assert not hasattr(torch, "left_behind")
+    torch.left_behind = True
+    print(sys.argv[1:])
+    print("error", file=sys.stderr)
+    {}
+    """
+    for how, code in (("sys.exit(3)", 3), ("os._exit(4)", 4), ("raise KeyError", 1), ("os.abort()", -6), ("", 0)):
+        result = run_forked(program.format(f"sys.stdout.flush(); {how}"), ["argument"])
+        assert (result.rc, result.stdout, result.hung) == (code, "['argument']\n", False)
+        assert result.stderr.startswith("error\n")
+
+
+@pytest.mark.parametrize("run", [run_isolated, run_forked])
+def test_an_isolated_program_that_hangs_shows_its_stacks(run: Callable[..., IsolatedResult]) -> None:
+    result = run(
         """
         import threading
 

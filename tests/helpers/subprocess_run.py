@@ -93,8 +93,7 @@ def run_isolated(
 def run_forked(program: str, args: Sequence[str] = (), timeout: float = 60.0) -> IsolatedResult:
     """Run a program as `run_isolated` does, in a process that is forked with torch and Dynamo imported: seconds sooner.
 
-    For all programs but those that test what is imported when, that start processes, or that end in a way of their own:
-    the interpreter does not shut down.
+    For all programs but those that test what is imported when, or how the interpreter ends: it does not shut down.
     """
     with tempfile.TemporaryDirectory() as directory:
         path, stdout, stderr = (Path(directory, name) for name in ("program.py", "stdout", "stderr"))
@@ -118,6 +117,7 @@ def _run_in_fork(path: Path, args: Sequence[str], stdout: Path, stderr: Path) ->
     for descriptor, file in ((1, stdout), (2, stderr)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by all that a shell runs in the background
     multiprocessing.set_start_method(None, force=True)  # the default again: the fork has its server's
     sys.argv = [str(path), *args]
     runpy.run_path(str(path), run_name="__main__")
