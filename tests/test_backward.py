@@ -10,7 +10,7 @@ from torch import nn
 
 from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import AotCountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import WorkersFailedError, run_threads, switch_interval
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def test_first_backwards_of_16_threads_through_one_graph_are_compiled_once(dynam
 
 
 def test_stock_torch_compiles_a_first_backward_several_times() -> None:
-    run_isolated(
+    run_forked(
         """
         import torch
         from tests.helpers.backends import AotCountingBackend

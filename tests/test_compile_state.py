@@ -16,7 +16,7 @@ import safecompile
 from safecompile import thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.regions import SECONDS, alone, another_thread, elsewhere
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import gather_threads, run_threads
 
 
@@ -251,7 +251,7 @@ print(random.getstate()[1][:3])
 
 def test_a_program_of_one_thread_draws_the_numbers_that_it_draws_with_torch_alone() -> None:
     alone, library = run_threads(
-        lambda index: run_isolated(PROGRAM, [["alone", "library"][index]], timeout=100).check().stdout, 2, timeout=110
+        lambda index: run_forked(PROGRAM, [["alone", "library"][index]], timeout=100).check().stdout, 2, timeout=110
     )
     assert library == alone
     assert int(library.split()[0]) > 50

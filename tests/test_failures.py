@@ -12,7 +12,7 @@ from torch import nn
 import safecompile
 from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import gather_threads, run_threads
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def test_a_thread_that_ends_in_a_failed_compile_leaves_no_owner_behind() -> None
 
 
 def test_an_entry_taken_away_by_a_reset_is_not_waited_for() -> None:
-    run_isolated(
+    run_forked(
         """
         import os, traceback, torch
         from safecompile import thread_safe_compile

@@ -7,7 +7,7 @@ import torch
 
 from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
 
 COUNT = """
@@ -21,11 +21,11 @@ assert begins == {wanted}, begins
 
 
 def test_each_thread_has_a_count_of_its_own() -> None:
-    run_isolated(f"import safecompile; safecompile.install()\n{COUNT.format(wanted=-1)}").check()
+    run_forked(f"import safecompile; safecompile.install()\n{COUNT.format(wanted=-1)}").check()
 
 
 def test_control_torch_alone_has_one_count_for_the_process() -> None:
-    run_isolated(COUNT.format(wanted=0)).check()
+    run_forked(COUNT.format(wanted=0)).check()
 
 
 @pytest.mark.usefixtures("nothing_compiled")

@@ -13,7 +13,7 @@ from torch import nn
 
 from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def test_two_breaks_make_three_graphs_and_each_new_shape_three_more() -> None:
 
 
 def test_stock_torch_compiles_the_parts_several_times() -> None:
-    run_isolated(
+    run_forked(
         """
         import torch
         from tests.helpers.backends import CountingBackend

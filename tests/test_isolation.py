@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import safecompile
 from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
 from tests.helpers.tracing import TRACES, Block, BlockTracer, Held, Model, example, held_trace, rows
 
@@ -222,7 +222,7 @@ print(json.dumps(report))
 
 
 def test_control_torch_alone_disturbs_and_is_disturbed_by_other_threads() -> None:
-    report = json.loads(run_isolated(CONTROL).check().stdout)
+    report = json.loads(run_forked(CONTROL).check().stdout)
     for name in TRACES:
         if name == "export":
             assert report[name] == ["eager", "compiled", "flags"]
@@ -407,7 +407,7 @@ def test_overlapping_traces_leave_nothing_behind(trace: Callable[..., Graph], or
 
 
 def test_control_torch_alone_stays_broken_after_overlapping_traces() -> None:
-    run_isolated("""
+    run_forked("""
         import torch
         from tests.helpers.tracing import TRACES, Model, example, held_trace
 
@@ -448,14 +448,14 @@ safecompile.install()
 
 @pytest.mark.xfail(strict=True, reason="an export replaces builtins.max, builtins.min and math.pow for all threads")
 def test_builtins_are_the_originals_beside_an_export() -> None:
-    run_isolated(f"""{EXPORTS}
+    run_forked(f"""{EXPORTS}
 with held_trace(export, Model()):
     check()
 """).check()
 
 
 def test_overlapping_exports_leave_nothing_behind() -> None:
-    run_isolated(f"""{EXPORTS}
+    run_forked(f"""{EXPORTS}
 with held_trace(export, Model()) as first, held_trace(export, Model()) as second:
     assert rows(first.finish()) == wanted
     assert rows(second.finish()) == wanted
@@ -464,7 +464,7 @@ check()
 
 
 def test_an_export_that_overlaps_a_symbolic_trace_gives_the_graph_it_gives_alone() -> None:
-    run_isolated(f"""{EXPORTS}
+    run_forked(f"""{EXPORTS}
 with held_trace(trace, Model()) as first:
     assert rows(export(Model())) == wanted
 check()
@@ -497,7 +497,7 @@ def test_is_compiling_is_true_in_the_compiling_thread_only() -> None:
 
 
 def test_control_is_compiling_is_true_in_all_threads_of_torch_alone() -> None:
-    run_isolated("""
+    run_forked("""
         import threading, torch
         from tests.helpers.backends import CountingBackend
 
@@ -713,7 +713,7 @@ safecompile._patches.STRAGGLERS_LIMIT = 0.1
     strict=True, reason="past the wait for it, an older trace's patches are met by everybody, in silence"
 )
 def test_a_trace_that_outlasts_the_installations_wait_for_it_disturbs_nobody() -> None:
-    run_isolated(f"""{BEFORE_INSTALLATION}
+    run_forked(f"""{BEFORE_INSTALLATION}
 model = Model()
 want = model(example())
 call = safecompile.thread_safe_compile(lambda x: model(x), backend="eager", fullgraph=True)
@@ -725,7 +725,7 @@ with held_trace(TRACES["symbolic_trace"], model):
 
 @pytest.mark.xfail(strict=True, reason="an export that began before has its state in the module's globals, and fails")
 def test_an_installation_in_the_middle_of_an_export_leaves_the_export_right() -> None:
-    run_isolated(f"""{BEFORE_INSTALLATION}
+    run_forked(f"""{BEFORE_INSTALLATION}
 wanted = rows(TRACES["export"](Model()))
 with held_trace(TRACES["export"], Model()) as held:
     safecompile.install()
@@ -848,4 +848,4 @@ assert backend.count == 1, backend.count
 
 
 def test_a_strict_export_of_another_model_costs_compiled_calls_nothing() -> None:
-    run_isolated(STRICT_EXPORT).check()
+    run_forked(STRICT_EXPORT).check()

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ def test_a_decorated_function_copies_and_pickles_by_its_name() -> None:
 
 
 def test_decorated_functions_and_modules_reach_a_spawned_process() -> None:
-    run_isolated(
+    run_forked(
         """
         import multiprocessing, torch
         from safecompile import thread_safe_compile

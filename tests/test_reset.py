@@ -11,7 +11,7 @@ import torch
 import safecompile
 from safecompile import PatchesInUseError, thread_safe_compile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.subprocess_run import IsolatedResult, run_isolated
+from tests.helpers.subprocess_run import IsolatedResult, run_forked
 from tests.helpers.threads import run_threads
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -114,7 +114,7 @@ PROGRAM = """
 
 
 def run(how: str, resets: int) -> IsolatedResult:
-    return run_isolated(PROGRAM, [how, str(resets)], timeout=100)
+    return run_forked(PROGRAM, [how, str(resets)], timeout=100)
 
 
 def test_resets_beside_running_calls_do_no_harm() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def test_first_calls_of_16_threads_compile_once_and_each_new_shape_once(options:
 
 
 def test_stock_torch_compiles_a_first_call_several_times() -> None:
-    run_isolated(
+    run_forked(
         """
         import threading, torch
         from tests.helpers.backends import CountingBackend
@@ -166,7 +166,7 @@ def test_a_herd_leaves_the_recompile_limit_to_later_shapes() -> None:
 
 
 def test_stock_torch_uses_the_recompile_limit_up_with_one_shape() -> None:
-    run_isolated(
+    run_forked(
         """
         import torch
         from torch._dynamo.exc import FailOnRecompileLimitHit

@@ -12,7 +12,7 @@ from torch import nn
 
 from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _call(f: Callable[[torch.Tensor], Any], x: torch.Tensor, _: int) -> None:
 
 def test_a_function_with_several_graphs_goes_on_beside_a_compile_in_all_threads() -> None:
     # In a process of its own: threads that hang would still be inside Dynamo when the next test resets it.
-    run_isolated(
+    run_forked(
         """
         import os, sys, torch
         from safecompile import thread_safe_compile

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="the example's plots")
 
 import demo
 from tests.dflash.conftest import EXAMPLE
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 
 OPTIONS = [
     "--device",
@@ -185,7 +185,7 @@ def test_ctrl_c_at_ten_random_moments_and_faults_end_the_program_and_lose_nothin
 ) -> None:
     """Moments are numbers of events (passes, steps, metrics, saves), drawn at random: no time is waited for."""
     given = arguments(tiny_target, text, tmp_path)[:-2]
-    result = run_isolated(PROGRAM, [str(EXAMPLE), str(tmp_path / "run"), *given], timeout=300).check()
+    result = run_forked(PROGRAM, [str(EXAMPLE), str(tmp_path / "run"), *given], timeout=300).check()
     assert result.stdout.count("interrupted at") == 10
     assert "failed in drafter-1" in result.stdout
     files = result.stdout.splitlines()[-1].split()[1:]
@@ -207,7 +207,7 @@ def test_the_process_ends_with_130_after_ctrl_c(tiny_target: Path, text: Path, t
     run_folder.RunFolder.metric = metric
     runpy.run_path(os.path.join(example, "demo.py"), run_name="__main__")
     """
-    result = run_isolated(program, [str(EXAMPLE), *arguments(tiny_target, text, tmp_path / "run")], timeout=120)
+    result = run_forked(program, [str(EXAMPLE), *arguments(tiny_target, text, tmp_path / "run")], timeout=120)
     assert result.rc == 130, result.stderr
     assert "interrupted" in result.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
