@@ -59,3 +59,20 @@ def uninstalled_at_the_end() -> Iterator[None]:
 
     yield
     safecompile.uninstall()
+
+
+@pytest.fixture
+def nothing_is_known() -> None:
+    """Let each checkpointed region be looked at for the first time: what it draws is learned by its code."""
+    from safecompile._patches import regions
+
+    regions._known.clear()
+
+
+@pytest.fixture(params=["alone", "among threads"])
+def company(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test alone in the process, and once more with another thread."""
+    from tests.helpers.regions import COMPANIES
+
+    with COMPANIES[request.param]():
+        yield request.param

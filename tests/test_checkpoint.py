@@ -17,48 +17,27 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from safecompile import CheckpointRandomnessError, UnsupportedCallableError, checkpoint, thread_safe_compile
-from safecompile._patches import regions
 from safecompile._patches.generators import States, default_generators
 from safecompile._patches.random_numbers import Recording
 from tests.helpers.backends import AotCountingBackend, CountingBackend
-from tests.helpers.regions import alone
+from tests.helpers.regions import (
+    SECONDS,
+    alone,
+    another_thread,
+    backward,
+    draw_elsewhere,
+    elsewhere,
+    in_any_company,
+    ones,
+    right_gradient,
+    stock,
+    two_dropouts,
+)
 from tests.helpers.threads import gather_threads, run_threads, switch_interval
-
-SECONDS = 30.0
 
 Checkpoint = Callable[..., Any]
 
-
-def stock(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return torch_checkpoint(function, *args, use_reentrant=False, **options)
-
-
-def elsewhere(function: Callable[[], Any]) -> None:
-    """Run something on another thread, from beginning to end, at this very point of this thread's work."""
-    run_threads([function], timeout=SECONDS)
-
-
-def draw_elsewhere(size: int = 64) -> None:
-    elsewhere(lambda: torch.rand(size))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known() -> None:
-    """Let each region be looked at for the first time: what it draws is learned by its code."""
-    regions._known.clear()
-
-
-@contextlib.contextmanager
-def another_thread() -> Iterator[None]:
-    """Have another thread in the process. It does nothing."""
-    done = threading.Event()
-    thread = threading.Thread(target=done.wait, args=(SECONDS,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
 @pytest.fixture(name="alone")
@@ -73,24 +52,6 @@ def among_threads() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["alone", "among_threads"])
-def company(request: pytest.FixtureRequest) -> str:
-    request.getfixturevalue(request.param)
-    return str(request.param)
-
-
-in_any_company = pytest.mark.usefixtures("company")
-
-
-def ones(size: int = 64) -> Tensor:
-    return torch.ones(size, requires_grad=True)
-
-
-def backward(y: Tensor, x: Tensor) -> Tensor:
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    return grad
-
-
 class Runs:
     """Counts how often a region runs: 1 is the forward, 2 the recomputation."""
 
@@ -102,21 +63,9 @@ class Runs:
         return self.count
 
 
-def two_dropouts(x: Tensor) -> Tensor:
-    return dropout(dropout(x.sin()).sin())
-
-
-# A region of one or two dropouts over ones shows in its output which numbers its forward drew: that gives the gradient
-# to be expected without a second run.
-
-
-def right_gradient(y: Tensor, x: Tensor) -> Tensor:
+def right_gradient_of_one(y: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of one dropout over sines, from its output."""
     return (y.detach() != 0) * 2 * x.detach().cos()
-
-
-def right_gradient_of_two(y: Tensor, x: Tensor) -> Tensor:
-    between = 2 * x.detach().sin()
-    return (y.detach() != 0) * 2 * between.cos() * 2 * x.detach().cos()
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -253,7 +202,7 @@ def test_preserve_rng_state_reaches_torch(preserve: bool) -> None:
     torch.manual_seed(0)
     y = checkpoint(lambda x: dropout(x.sin()), x, preserve_rng_state=preserve)
     torch.manual_seed(1)
-    assert torch.equal(backward(y, x), right_gradient(y, x)) == preserve
+    assert torch.equal(backward(y, x), right_gradient_of_one(y, x)) == preserve
 
 
 def saving(*ops: Any) -> Callable[[], Any]:
@@ -367,7 +316,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradient_twice() -> None:
     y = checkpoint(lambda x: dropout(x.sin()), x)
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)
     torch.rand(3)
-    assert torch.equal(first[0], right_gradient(y, x))
+    assert torch.equal(first[0], right_gradient_of_one(y, x))
     assert torch.equal(backward(y, x), first[0])
 
 
@@ -376,7 +325,7 @@ def test_outputs_may_be_a_structure() -> None:
     x = ones()
     out: dict[str, Any] = checkpoint(lambda x: {"a": [dropout(x.sin())], "b": (x.exp(), 3)}, x)
     assert out["b"][1] == 3
-    assert torch.equal(backward(out["a"][0], x), right_gradient(out["a"][0], x))
+    assert torch.equal(backward(out["a"][0], x), right_gradient_of_one(out["a"][0], x))
 
 
 @in_any_company
@@ -464,7 +413,7 @@ def test_a_dispatch_mode_of_the_users_sees_the_operators_of_the_region() -> None
         two_dropouts(x)
     assert forward.seen == plain.seen and forward.seen.count(bernoulli) == 2
     with Log():
-        assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+        assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @in_any_company
@@ -479,7 +428,7 @@ def test_the_region_may_enter_a_dispatch_mode() -> None:
     x = ones()
     y = checkpoint(region, x)
     draw_elsewhere()
-    assert torch.allclose(backward(y, x), y.detach() * right_gradient_of_two(y.log(), x))
+    assert torch.allclose(backward(y, x), y.detach() * right_gradient(y.log(), x))
     assert torch.ops.aten.bernoulli_.float in logs[0].seen
 
 
@@ -496,7 +445,7 @@ def test_a_trace_of_forward_and_backward_has_both() -> None:
     masks = [node for node in traced.graph.nodes if node.target is torch.ops.aten.bernoulli_.float]
     # Alone, what is traced draws again in the recomputation, as with torch.
     if len(masks) == 2:
-        assert torch.equal(grad, right_gradient_of_two(y, torch.ones(64)))
+        assert torch.equal(grad, right_gradient(y, torch.ones(64)))
     else:
         assert len(masks) == 4
 
@@ -516,7 +465,7 @@ def test_flex_attention_may_be_called_without_compiling() -> None:
         assert checkpoint(region, q).shape == q.shape
     y = checkpoint(region, q)
     draw_elsewhere()
-    assert torch.allclose(backward(y, q), right_gradient(y, q))  # the mean of ones is one
+    assert torch.allclose(backward(y, q), right_gradient_of_one(y, q))  # the mean of ones is one
 
 
 # ---------------------------------------------------------------------------------------------------------- early stop
@@ -571,7 +520,7 @@ def test_a_region_inside_a_drawing_one_keeps_the_setting_of_its_own() -> None:
 
     x = ones()
     y = checkpoint(lambda x: dropout(checkpoint(inner, x)), x)
-    assert torch.equal(backward(y, x), right_gradient(y, x))
+    assert torch.equal(backward(y, x), right_gradient_of_one(y, x))
     # In the forward, and to the end in the outer recomputation; not in its own, which stops early.
     assert ends.count == 2
 
@@ -639,7 +588,7 @@ def test_what_a_compiled_callable_draws_is_the_same_in_the_recomputation_cold_an
         grad = backward(y, x)
         assert torch.equal(torch.get_rng_state(), before)
         inner = y.detach().log() / 2
-        assert torch.allclose(grad, y.detach() * (inner != 0) * 2 * right_gradient_of_two(inner, x)), cold
+        assert torch.allclose(grad, y.detach() * (inner != 0) * 2 * right_gradient(inner, x)), cold
     # Compiled in the first forward, and neither left out because of what records, nor compiled again.
     assert set(compiles()) == {1}
 
@@ -657,7 +606,7 @@ def test_numbers_on_both_sides_of_a_graph_break_are_the_same_in_the_recomputatio
     x = ones()
     y = checkpoint(f, x)
     draw_elsewhere()
-    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert torch.equal(backward(y, x), right_gradient(y, x))
     assert (backend.forward.count, backend.backward.count) == (2, 2)
 
 
@@ -702,7 +651,7 @@ def test_dropout_of_a_region_in_a_compiled_callable_is_recomputed_alike() -> Non
     x = ones()
     y = f(x)
     torch.rand(3)
-    assert torch.equal(backward(y, x), right_gradient(y, x))
+    assert torch.equal(backward(y, x), right_gradient_of_one(y, x))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -742,7 +691,7 @@ def test_numbers_drawn_by_others_between_forward_and_backward_do_no_harm() -> No
     x = ones()
     y = checkpoint(lambda x: dropout(x.sin()), x)
     draw_elsewhere()
-    assert torch.equal(backward(y, x), right_gradient(y, x))
+    assert torch.equal(backward(y, x), right_gradient_of_one(y, x))
 
 
 def interrupted_in(run: int, where: str) -> Callable[[Tensor], Tensor]:
@@ -769,14 +718,14 @@ INTERRUPTIONS = [(run, where) for run in (1, 2) for where in ("before", "between
 def test_numbers_drawn_by_others_while_the_region_runs_do_no_harm(run: int, where: str) -> None:
     x = ones()
     y = checkpoint(interrupted_in(run, where), x)
-    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @pytest.mark.parametrize(("run", "where"), INTERRUPTIONS)
 def test_control_torch_gives_a_wrong_gradient_in_silence(run: int, where: str) -> None:
     x = ones()
     y = stock(interrupted_in(run, where), x)
-    assert not torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert not torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @pytest.mark.usefixtures("among_threads")
@@ -786,7 +735,7 @@ def test_numbers_drawn_by_others_while_a_nested_region_runs_do_no_harm(run: int,
     x = ones()
     inner = interrupted_in(run, where)  # run 2 is in the outer region's recomputation
     y = checkpoint(lambda x: checkpoint(inner, x).exp(), x)
-    assert torch.allclose(backward(y, x), y.detach() * right_gradient_of_two(y.log(), x))
+    assert torch.allclose(backward(y, x), y.detach() * right_gradient(y.log(), x))
 
 
 @pytest.mark.usefixtures("alone")
@@ -890,14 +839,14 @@ def as_many_after_as_between() -> Callable[[Tensor], Tensor]:
 def test_control_torch_does_not_see_numbers_drawn_once_between_and_once_after() -> None:
     x = ones()
     y = stock(as_many_after_as_between(), x)
-    assert not torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert not torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @pytest.mark.usefixtures("among_threads")
 def test_numbers_drawn_once_between_and_once_after_do_no_harm() -> None:
     x = ones()
     y = checkpoint(as_many_after_as_between(), x)
-    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 def forward_inside_the_recomputation_of_another(make: Checkpoint) -> tuple[Tensor, Tensor]:
@@ -940,12 +889,12 @@ def forward_inside_the_recomputation_of_another(make: Checkpoint) -> tuple[Tenso
 
 def test_control_torch_does_not_see_a_generator_that_another_recomputation_puts_back() -> None:
     y, x = forward_inside_the_recomputation_of_another(stock)
-    assert not torch.equal(backward(y, x), right_gradient(y, x))
+    assert not torch.equal(backward(y, x), right_gradient_of_one(y, x))
 
 
 def test_a_generator_that_another_recomputation_puts_back_does_no_harm() -> None:
     y, x = forward_inside_the_recomputation_of_another(checkpoint)
-    assert torch.equal(backward(y, x), right_gradient(y, x))
+    assert torch.equal(backward(y, x), right_gradient_of_one(y, x))
 
 
 @pytest.mark.usefixtures("among_threads")
@@ -962,7 +911,7 @@ def test_a_generator_that_another_thread_seeds_does_no_harm(run: int) -> None:
 
     x = ones()
     y = checkpoint(region, x)
-    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 def numbers_of_a_thread_that_draws_in_both_runs(make: Checkpoint) -> Tensor:
@@ -1186,7 +1135,7 @@ def test_a_region_that_draws_more_in_the_recomputation_is_an_error() -> None:
 def test_threads_that_come_and_go_while_a_forward_runs_that_began_alone_do_no_harm(where: str) -> None:
     x = ones()
     y = checkpoint(interrupted_in(1, where), x)
-    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 def raised_then_right(make_region: Callable[[], Callable[[Tensor], Tensor]]) -> None:
@@ -1198,7 +1147,7 @@ def raised_then_right(make_region: Callable[[], Callable[[Tensor], Tensor]]) -> 
     assert "run forward and backward again" in str(caught.value)
     with another_thread():
         y = checkpoint(make_region(), x)
-        assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+        assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @pytest.mark.usefixtures("alone")
@@ -1212,7 +1161,7 @@ def test_threads_that_come_and_go_while_a_recomputation_runs_that_began_alone_ar
 def test_threads_that_come_and_go_in_a_region_that_is_known_to_draw_are_noticed(where: str) -> None:
     x, region = ones(), interrupted_in(3, where)  # in its second forward
     y = checkpoint(region, x)
-    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert torch.equal(backward(y, x), right_gradient(y, x))
     raised_then_right(lambda: region)
 
 
@@ -1222,7 +1171,7 @@ def test_threads_started_after_the_forward_that_draw_in_the_recomputation_do_no_
     x = ones()
     y = checkpoint(interrupted_in(2, where), x)
     with another_thread():
-        assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+        assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @pytest.mark.usefixtures("alone")
@@ -1231,7 +1180,7 @@ def test_threads_started_after_the_forward_that_do_not_draw_meanwhile_do_no_harm
     y = checkpoint(two_dropouts, x)
     with another_thread():
         draw_elsewhere()
-        assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+        assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @pytest.mark.usefixtures("alone")
@@ -1253,14 +1202,14 @@ def test_a_forward_in_a_thread_and_a_backward_in_another_are_right() -> None:
     x = ones()
     (y,) = run_threads([lambda: checkpoint(two_dropouts, x)])
     (grad,) = run_threads([lambda: backward(y, x)])
-    assert torch.equal(grad, right_gradient_of_two(y, x))
+    assert torch.equal(grad, right_gradient(y, x))
 
 
 @pytest.mark.usefixtures("alone")
 def test_threads_that_draw_once_between_and_once_after_in_a_region_that_began_alone_do_no_harm() -> None:
     x = ones()
     y = checkpoint(as_many_after_as_between(), x)
-    assert torch.equal(backward(y, x), right_gradient_of_two(y, x))
+    assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @pytest.mark.usefixtures("among_threads")
@@ -1290,7 +1239,7 @@ def steps(step: Callable[[Tensor], Tensor], count: int) -> list[str]:
         except CheckpointRandomnessError:
             outcomes.append("noticed")
         else:
-            outcomes.append("right" if torch.allclose(grad, right_gradient_of_two(y, x)) else "wrong")
+            outcomes.append("right" if torch.allclose(grad, right_gradient(y, x)) else "wrong")
     return outcomes
 
 

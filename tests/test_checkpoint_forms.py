@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,14 +16,16 @@ from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_seq
 
 import safecompile
 from safecompile import UnsupportedCallableError, checkpoint, checkpoint_sequential, thread_safe_compile
-from safecompile._patches import regions
 from tests.helpers.backends import CountingBackend
 from tests.helpers.regions import (
+    COMPANIES,
     SECONDS,
     alone,
     another_thread,
     backward,
-    elsewhere,
+    draw,
+    draw_elsewhere,
+    in_any_company,
     interrupted_in,
     ones,
     right_gradient,
@@ -32,29 +34,12 @@ from tests.helpers.regions import (
 )
 from tests.helpers.threads import run_threads, switch_interval
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_known() -> None:
-    """Let each region be looked at for the first time: what it draws is learned by its code."""
-    regions._known.clear()
-
-
-@pytest.fixture(params=[alone, another_thread], ids=["alone", "among threads"])
-def company(request: pytest.FixtureRequest) -> Iterator[None]:
-    with request.param():
-        yield
-
-
-in_any_company = pytest.mark.usefixtures("company")
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
 @pytest.fixture
 def torch_alone() -> None:
     safecompile.uninstall()
-
-
-def draw() -> None:
-    torch.rand(64)
 
 
 # ---------------------------------------------------------------------------------------------------------- decorators
@@ -217,7 +202,7 @@ def test_a_decorated_compiled_callable_and_a_compiled_decorated_one_are_right() 
         for _ in range(2):
             x = ones()
             y = inside(x)
-            elsewhere(draw)
+            draw_elsewhere()
             assert torch.equal(backward(y, x), right_gradient(y, x))
             assert torch.allclose(backward(outside(x), x), backward(_sines(x), x))
     assert backend.count == 2
@@ -231,7 +216,7 @@ def _sines(x: Tensor) -> Tensor:
 def test_a_decorated_function_is_right_beside_threads_that_draw(run: int) -> None:
     x = ones()
     with another_thread():
-        y = checkpoint()(interrupted_in(run, draw))(x)
+        y = checkpoint()(interrupted_in(run))(x)
         assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
@@ -239,7 +224,7 @@ def test_a_decorated_function_is_right_beside_threads_that_draw(run: int) -> Non
 @pytest.mark.parametrize("run", [1, 2])
 def test_control_torchs_is_wrong_beside_threads_that_draw(run: int) -> None:
     x = ones()
-    y = stock(interrupted_in(run, draw), x)
+    y = stock(interrupted_in(run), x)
     assert not torch.equal(backward(y, x), right_gradient(y, x))
 
 
@@ -319,7 +304,7 @@ def test_checkpoint_sequential_takes_any_iterable_and_the_options_of_checkpoint(
 def test_checkpoint_sequential_is_right_beside_threads_that_draw(run: int) -> None:
     x = ones()
     with another_thread():
-        y = checkpoint_sequential([interrupted_in(run, draw), torch.exp], 2, x)
+        y = checkpoint_sequential([interrupted_in(run), torch.exp], 2, x)
         assert torch.allclose(backward(y, x), y.detach() * right_gradient(y.log(), x))
 
 
@@ -404,7 +389,6 @@ unseen = pytest.mark.xfail(
     strict=True,
     reason="a region is known by its code, modules and arguments: that a module has a generator now is not seen",
 )
-COMPANIES = {"alone": alone, "among threads": another_thread}
 
 
 @pytest.mark.parametrize("first", ["without one", "with the default one"])

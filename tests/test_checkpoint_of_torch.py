@@ -17,13 +17,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint  # before any 
 from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_sequential
 
 import safecompile
-from safecompile._patches import regions
 from tests.helpers.backends import AotCountingBackend
+from tests.helpers.models import tiny_model
 from tests.helpers.regions import (
     SECONDS,
     alone,
     another_thread,
     backward,
+    draw,
+    draw_elsewhere,
     elsewhere,
     interrupted_in,
     ones,
@@ -34,10 +36,9 @@ from tests.helpers.threads import run_threads, switch_interval
 
 
 @pytest.fixture
-def installed(nothing_compiled: None) -> Iterator[None]:
+def installed(nothing_compiled: None, nothing_is_known: None) -> Iterator[None]:
     """Have the patches installed, another thread in the process, and nothing learned of regions."""
     safecompile.install()
-    regions._known.clear()
     with another_thread():
         yield
 
@@ -47,10 +48,6 @@ def torch_alone(nothing_compiled: None) -> Iterator[None]:
     safecompile.uninstall()
     with another_thread():
         yield
-
-
-def draw() -> None:
-    torch.rand(64)
 
 
 both_kinds = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
@@ -67,7 +64,7 @@ def by_backward(y: Tensor, x: Tensor) -> Tensor:
 def interrupted(run: int, use_reentrant: bool) -> tuple[Tensor, Tensor]:
     """Let another thread draw in one run of a region; return the gradient and the right one."""
     x = ones()
-    y = torch_checkpoint(interrupted_in(run, draw), x, use_reentrant=use_reentrant)
+    y = torch_checkpoint(interrupted_in(run), x, use_reentrant=use_reentrant)
     return by_backward(y, x), right_gradient(y, x)
 
 
@@ -183,7 +180,7 @@ def test_what_torch_refuses_it_refuses_still() -> None:
 @pytest.mark.usefixtures("installed")
 def test_a_region_that_is_part_of_a_region_of_the_library_is_right_too() -> None:
     x = ones()
-    inner = interrupted_in(2, draw)
+    inner = interrupted_in(2)
     y = safecompile.checkpoint(lambda x: torch_checkpoint(inner, x, use_reentrant=False).exp(), x)
     assert torch.allclose(backward(y, x), y.detach() * right_gradient(y.log(), x))
 
@@ -237,7 +234,7 @@ def test_a_region_of_torchs_own_holds_a_compiled_callable_that_is_compiled_once(
     for _ in range(2):
         x = ones()
         y = torch_checkpoint(compiled, x, use_reentrant=False)
-        elsewhere(draw)
+        draw_elsewhere()
         assert torch.equal(backward(y, x), right_gradient(y, x))
     assert (backend.forward.count, backend.backward.count) == (1, 1)
 
@@ -275,7 +272,7 @@ def test_a_region_that_began_with_the_patches_ends_right_without_them(nothing_co
     safecompile.install()
     x = ones()
     with another_thread():
-        y = torch_checkpoint(interrupted_in(2, draw), x, use_reentrant=False)
+        y = torch_checkpoint(interrupted_in(2), x, use_reentrant=False)
         safecompile.uninstall()
         assert torch.equal(backward(y, x), right_gradient(y, x))
 
@@ -285,26 +282,29 @@ def test_a_region_that_began_without_the_patches_ends_as_torchs(nothing_compiled
     x = ones()
     y = torch_checkpoint(two_dropouts, x, use_reentrant=False)
     safecompile.install()
-    elsewhere(draw)
+    draw_elsewhere()
     assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 # -------------------------------------------------------------------------------------------------- knobs (hazard P2)
 
 
-def runs_to_the_end(checkpoint: Callable[..., Any] = safecompile.checkpoint) -> bool:
-    """Tell whether a region that is made now is recomputed to its end."""
-    ends = 0
+class Ends:
+    """A region that counts how often it runs to its end."""
 
-    def region(x: Tensor) -> Tensor:
-        nonlocal ends
+    count = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
         y = x.sin()
-        ends += 1
+        self.count += 1
         return y
 
-    x = ones()
+
+def runs_to_the_end(checkpoint: Callable[..., Any] = safecompile.checkpoint) -> bool:
+    """Tell whether a region that is made now is recomputed to its end."""
+    region, x = Ends(), ones()
     backward(checkpoint(region, x, use_reentrant=False), x)
-    return ends == 2
+    return region.count == 2
 
 
 def is_debugged(checkpoint: Callable[..., Any] = safecompile.checkpoint) -> bool:
@@ -373,19 +373,11 @@ def test_knobs_are_put_back_in_any_order_of_exits(knob: str, checkpoint: Callabl
 
 @pytest.mark.usefixtures("installed")
 def test_a_region_keeps_the_knobs_of_its_forward_in_a_backward_on_another_thread() -> None:
-    ends = 0
-
-    def region(x: Tensor) -> Tensor:
-        nonlocal ends
-        y = x.sin()
-        ends += 1
-        return y
-
-    x = ones()
+    region, x = Ends(), ones()
     with torch.utils.checkpoint.set_checkpoint_early_stop(False):
         y = safecompile.checkpoint(region, x)
     elsewhere(lambda: backward(y, x))
-    assert ends == 2
+    assert region.count == 2
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
@@ -455,21 +447,17 @@ def test_gradient_checkpointing_of_transformers_is_right_in_four_threads(
     assert models_in_four_threads(transformers, use_reentrant) == {True}
 
 
-def qwen3_gradients(transformers: Any, attention: str) -> tuple[list[Tensor], list[Tensor]]:
+def qwen3_gradients(attention: str) -> tuple[list[Tensor], list[Tensor]]:
     """Let another thread draw in the recomputations of a model; return its gradients and those without regions."""
-    config = transformers.Qwen3Config(
+    model = tiny_model(
+        "Qwen3",
         vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=8,
         attention_dropout=0.5,
         use_cache=False,
         attn_implementation=attention,
-    )
-    model = transformers.Qwen3ForCausalLM(config).train()
+    ).train()
     tokens = torch.arange(16).reshape(2, 8)
 
     def gradients(do: Callable[[], object]) -> list[Tensor]:
@@ -491,10 +479,8 @@ attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 @attentions
 @pytest.mark.usefixtures("installed")
-def test_dropout_in_the_attention_of_a_checkpointed_qwen3_is_recomputed_alike(
-    transformers: Any, attention: str
-) -> None:
-    grads, expected = qwen3_gradients(transformers, attention)
+def test_dropout_in_the_attention_of_a_checkpointed_qwen3_is_recomputed_alike(attention: str) -> None:
+    grads, expected = qwen3_gradients(attention)
     assert all(map(torch.allclose, grads, expected))
 
 
@@ -550,6 +536,6 @@ def test_control_with_torch_alone_gradient_checkpointing_of_transformers_is_wron
 
 @attentions
 @pytest.mark.usefixtures("torch_alone")
-def test_control_with_torch_alone_a_checkpointed_qwen3_is_wrong(transformers: Any, attention: str) -> None:
-    grads, expected = qwen3_gradients(transformers, attention)
+def test_control_with_torch_alone_a_checkpointed_qwen3_is_wrong(attention: str) -> None:
+    grads, expected = qwen3_gradients(attention)
     assert not all(map(torch.allclose, grads, expected))

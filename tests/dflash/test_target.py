@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 from config import Config, ConfigError
 from speculative import DFlashProposer, greedy, speculate
 from target import Target, choose, read_config, tapped_layers
+from tests.helpers.models import tiny_model
 from train import new_drafter
 
 CPU = torch.device("cpu")
@@ -81,20 +82,7 @@ def test_choices_follow_the_distribution() -> None:
 
 def llama(folder: Path, vocab_size: int) -> Path:
     """Return the folder of an untrained target of another architecture, with two ends of text and no ``head_dim``."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=[3, 0],
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_model("Llama", vocab_size=vocab_size, eos_token_id=[3, 0]).save_pretrained(folder)
     return folder
 
 

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
+import pytest
 import torch
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -67,6 +68,20 @@ def alone() -> Iterator[None]:
         yield
 
 
+COMPANIES = {"alone": alone, "among threads": another_thread}
+in_any_company = pytest.mark.usefixtures("company")  # the test runs once in each
+
+
+def draw(size: int = 64) -> None:
+    """Draw random numbers, as many as a region does."""
+    torch.rand(size)
+
+
+def draw_elsewhere(size: int = 64) -> None:
+    """Let another thread draw."""
+    elsewhere(lambda: draw(size))
+
+
 def ones(size: int = 64) -> Tensor:
     """Return the argument of `two_dropouts`."""
     return torch.ones(size, requires_grad=True)
@@ -89,7 +104,7 @@ def backward(y: Tensor, x: Tensor) -> Tensor:
     return grad
 
 
-def interrupted_in(run: int, do: Callable[[], object]) -> Callable[[Tensor], Tensor]:
+def interrupted_in(run: int, do: Callable[[], object] = draw) -> Callable[[Tensor], Tensor]:
     """Make `two_dropouts` let another thread do something between the two, in one of its runs (the forward is 1)."""
     runs = 0
 
