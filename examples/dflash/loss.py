@@ -15,13 +15,7 @@ from safecompile import checkpoint, thread_safe_compile
 
 @thread_safe_compile(backend=BACKEND, dynamic=False)
 def chunk_loss(
-    draft_normed: Tensor,
-    target_normed: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    head: Tensor,
-    kl_weight: Tensor,
-    labels: Tensor,
+    draft_normed: Tensor, target_normed: Tensor, counted: Tensor, head: Tensor, kl_weight: Tensor, labels: Tensor
 ) -> Tensor:
     """Return the weighted sum of a chunk's losses, ``(1 - a) CE(label) + a KL(target || draft)``, float32 scalar.
 
@@ -30,8 +24,7 @@ def chunk_loss(
     Args:
         draft_normed: ``[batch, rows, D]``, the drafter's output after its last norm.
         target_normed: ``[batch, rows, D]``, the target's output after its last norm at the position that predicts the label.
-        weights: float32 ``[rows]`` (paper, equation 4).
-        mask: bool ``[batch, rows]``, the rows that count.
+        counted: float32 ``[batch, rows]``, what each row counts for (paper, equation 4), which may be nothing.
         head: ``[V, D]``, the target's frozen output projection.
         kl_weight: ``a`` as a float32 scalar tensor; a Python float would be compiled in, with a recompile for each new value.
         labels: int64 ``[batch, rows]``.
@@ -42,7 +35,7 @@ def chunk_loss(
     cross_entropy = -draft.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     divergence = (target.exp() * (target - draft)).sum(-1)
     losses = (1 - kl_weight) * cross_entropy + kl_weight * divergence
-    return (losses * weights * mask).sum()
+    return (losses * counted).sum()
 
 
 def chunked_loss(
@@ -56,10 +49,15 @@ def chunked_loss(
     *,
     chunk_rows: int,
 ) -> Tensor:
-    """Return the weighted mean loss over all rows, float32 scalar; arguments as in `chunk_loss`, with ``N * B`` rows.
+    """Return the weighted mean loss over all rows, float32 scalar; without any row that counts, it is 0.
 
-    Equation 4 gives the weights. The sum of ``weights * mask * loss`` is divided by the sum of ``weights * mask``; without any row that counts, it is 0.
+    Args:
+        weights: float32 ``[rows]`` (paper, equation 4).
+        mask: bool ``[batch, rows]``, the rows that count.
+        chunk_rows: rows whose logits exist at once.
+        draft_normed, target_normed, head, kl_weight, labels: as in `chunk_loss`, with ``N * B`` rows.
     """
+    counted = weights * mask
     total = draft_normed.new_zeros((), dtype=torch.float32)
     for start in range(0, draft_normed.shape[1], chunk_rows):
         rows = slice(start, start + chunk_rows)
@@ -67,11 +65,9 @@ def chunked_loss(
             chunk_loss,
             draft_normed[:, rows],
             target_normed[:, rows],
-            weights[rows],
-            mask[:, rows],
+            counted[:, rows],
             head,
             kl_weight,
             labels[:, rows],
         )
-    denominator = (weights * mask).sum()
-    return total / denominator.clamp(min=torch.finfo(torch.float32).tiny)
+    return total / counted.sum().clamp(min=torch.finfo(torch.float32).tiny)
