@@ -14,6 +14,7 @@ from safecompile._core.errors import (
     PatchMismatchError,
     SafeCompileError,
     UnsupportedCallableError,
+    WaitCycleError,
 )
 from safecompile._installation import install, reset, statistics, uninstall
 from safecompile._patches import fx_trace_lock
@@ -28,6 +29,7 @@ __all__ = [
     "PatchesInUseError",
     "SafeCompileError",
     "UnsupportedCallableError",
+    "WaitCycleError",
     "capture_context",
     "checkpoint",
     "checkpoint_sequential",

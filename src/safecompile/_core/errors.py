@@ -11,6 +11,7 @@ __all__ = [
     "PatchesInUseError",
     "SafeCompileError",
     "UnsupportedCallableError",
+    "WaitCycleError",
 ]
 
 
@@ -24,6 +25,18 @@ class ArgumentChangedError(SafeCompileError, RuntimeError):
 
 class LockTimeoutError(SafeCompileError):
     """A wait for the FX-trace lock reached its limit."""
+
+
+class WaitCycleError(LockTimeoutError):
+    """A wait for the FX-trace lock that cannot end: the thread that has it waits for the one that waits for it."""
+
+    def __init__(self, message: str, waiter: int) -> None:
+        """``waiter`` is the ident of the thread that waits for the lock."""
+        super().__init__(message, waiter)
+        self.waiter = waiter
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class UnsupportedCallableError(SafeCompileError, TypeError):

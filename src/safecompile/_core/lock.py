@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
-from safecompile._core.errors import LockTimeoutError
+from safecompile._core.errors import LockTimeoutError, WaitCycleError
+from safecompile._core.waits import waits_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["FXTraceLock", "LockStatistics", "Waiter"]
 
 log = logging.getLogger("safecompile")
+
+# Seconds between two looks at whether the holder waits for the waiting thread.
+LOOK = 0.25
+_NOTHING_NAMED = "holding the lock"
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -102,6 +107,7 @@ class FXTraceLock:
 
         Raises:
             LockTimeoutError: no timeout was given and the limit passed; names the holder, with its stack.
+            WaitCycleError: the holder waits for the calling thread, as two looks at their stacks have shown.
             ValueError: the timeout is negative.
         """
         if timeout is not None and not timeout >= 0:  # not a number is refused as well
@@ -117,7 +123,7 @@ class FXTraceLock:
             if not raw.acquire(blocking=False) and not self._wait(raw, timeout):
                 return False
             self._acquisitions += 1
-            self._hold = _Hold(me, threading.current_thread().name, time.monotonic(), "holding the lock")
+            self._hold = _Hold(me, threading.current_thread().name, time.monotonic(), _NOTHING_NAMED)
         except BaseException:
             # A KeyboardInterrupt may arrive after the raw lock was taken and before anyone knows it.
             if raw._is_owned() and not nested:
@@ -172,6 +178,17 @@ class FXTraceLock:
         hold = self._hold
         return hold is not None and hold.ident == threading.get_ident()
 
+    def holder(self) -> threading.Thread | None:
+        """Return the thread that holds the lock; the calling thread counts as none."""
+        hold = self._hold
+        others = (t for t in threading.enumerate() if hold is not None and t.ident == hold.ident)
+        return None if self.owned() else next(others, None)
+
+    def working(self) -> bool:
+        """Tell whether the calling thread holds the lock to do something that it has named (:meth:`doing`)."""
+        hold = self._hold
+        return hold is not None and hold.ident == threading.get_ident() and hold.doing != _NOTHING_NAMED
+
     def owned_by_torch(self) -> bool:
         """Tell whether the calling thread holds the lock by way of torch's own object: it is inside a compile."""
         return not self.owned() and self._source()._is_owned()
@@ -208,15 +225,23 @@ class FXTraceLock:
         me, name, start = threading.get_ident(), threading.current_thread().name, time.monotonic()
         deadline = start + (self.limit if timeout is None else timeout)
         pause = max(self.warn_after, 0.1)
+        in_a_cycle: _Hold | None = None
         self._waiting[me] = (name, start)
         try:
             while True:
                 now = time.monotonic()
-                if raw.acquire(timeout=max(0.0, min(deadline - now, start + pause - now, threading.TIMEOUT_MAX))):
+                if raw.acquire(timeout=max(0.0, min(deadline - now, start + pause - now, LOOK))):
                     # Counted by the new owner, so that no count is lost to a race.
                     self._contended += 1
                     self._waited += time.monotonic() - start
                     return True
+                hold = self._hold
+                if timeout is None and hold is not None and waits_for(hold.ident, me):
+                    if in_a_cycle is hold:
+                        raise WaitCycleError(self._report(name, time.monotonic() - start), me)
+                    in_a_cycle = hold
+                else:
+                    in_a_cycle = None
                 now = time.monotonic()
                 if now >= deadline:
                     if timeout is not None:

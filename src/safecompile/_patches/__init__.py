@@ -29,9 +29,12 @@ from safecompile._patches.dynamo import (
 )
 from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches, LazyGraphModules
+from safecompile._patches.helper_threads import HelperThreads
+from safecompile._patches.interpreter_exit import InterpreterExit
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.regions import TorchCheckpoint
 from safecompile._patches.rewriting import looked_up
+from safecompile._patches.serial_traces import SerialTraces
 from safecompile._patches.thread_globals import Made, ThreadGlobals
 
 __all__ = ["fx_trace_lock", "gate", "patches"]
@@ -53,17 +56,20 @@ class Patches:
         self._reset = threading.Lock()
         self._resetting = self._epoch_before = 0
         self._held: set[int] = set()
-        self._warned = False
+        self._warned = self._free_threads = False
         self._mismatches: list[str] = []
-        fx, count = FXPatches(dynamo.skip_frames_of), FullgraphCount()
+        fx, count, at_exit = FXPatches(dynamo.skip_frames_of), FullgraphCount(), InterpreterExit(fx_trace_lock)
+        flags = {row[0]: ThreadGlobals(*row) for row in _THREAD_GLOBALS}
         self.points: tuple[PatchPoint, ...] = (
-            *(ThreadGlobals(*row) for row in _THREAD_GLOBALS),
+            *flags.values(),
+            HelperThreads(flags["compiling-flags"], fx_trace_lock),
             fx,
             LazyGraphModules(),
             CompileLock(fx_trace_lock),
             self.calls,
-            SingleFlight(gate, fx_trace_lock, self.calls, count, self.reset),
+            SingleFlight(gate, fx_trace_lock, self.calls, count, at_exit, self.reset),
             count,
+            at_exit,
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
             Exports(fx),
@@ -72,6 +78,7 @@ class Patches:
             CompileState(),
             Stance(),
             CompiledAutograd(),
+            SerialTraces(fx_trace_lock, self._mismatches),
         )
 
     def install(self, *, strict: bool = False) -> int:
@@ -92,9 +99,13 @@ class Patches:
                 if strict and self._mismatches:
                     self._complain(strict=True)
                 return gate.epoch
+            self._warn_of_free_threads()
             rewritten = {point.module for point in self.points if isinstance(point, ThreadGlobals)}
             with looked_up(map(importlib.import_module, rewritten)):
-                self._mismatches = [f"{point.name}: {reason}" for point in self.points if (reason := _install(point))]
+                self._mismatches.clear()
+                for point in self.points:
+                    if reason := _install(point):
+                        self._mismatches.append(f"{point.name}: {reason}")
             if self._mismatches:
                 self._complain(strict=strict)
             replaced = set[CodeType]().union(*(point.replaced_code() for point in self.points))
@@ -192,10 +203,20 @@ class Patches:
             if point.active:
                 point.restore()
 
+    def _warn_of_free_threads(self) -> None:
+        if not getattr(sys, "_is_gil_enabled", lambda: True)() and not self._free_threads:
+            self._free_threads = True
+            warnings.warn(
+                "this interpreter runs without its global lock, on which torch.compile and the patches rely: torch "
+                "refuses to compile before Python 3.13.3, and nothing of safecompile was tested in it. Set PYTHON_GIL=1.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
     def _complain(self, *, strict: bool) -> None:
         text = (
-            f"{len(self._mismatches)} patch points do not match this torch, and what they protect is not protected: "
-            + "; ".join(self._mismatches)
+            f"{len(self._mismatches)} patch points do not match this torch; what they protect is not protected, and traces "
+            f"and compiles take turns instead: {'; '.join(self._mismatches)}"
         )
         if strict:
             if not gate.epoch:

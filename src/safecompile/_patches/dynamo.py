@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import threading
+import warnings
 import weakref
 from pathlib import Path
 from types import CodeType, FrameType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from safecompile._core.errors import WaitCycleError
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.arguments import Arguments
 from safecompile._patches.company import alone
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from safecompile._core.lock import FXTraceLock
     from safecompile._patches.compiled_call import CompiledCalls
+    from safecompile._patches.interpreter_exit import InterpreterExit
 
 __all__ = [
     "CacheOrder",
@@ -108,10 +111,17 @@ class SingleFlight(PatchPoint):
     upstream = "pytorch#123177; torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
 
     def __init__(
-        self, gate: Gate, lock: FXTraceLock, calls: CompiledCalls, count: FullgraphCount, reset: Callable[..., None]
+        self,
+        gate: Gate,
+        lock: FXTraceLock,
+        calls: CompiledCalls,
+        count: FullgraphCount,
+        interpreter_exit: InterpreterExit,
+        reset: Callable[..., None],
     ) -> None:
         super().__init__()
-        self._gate, self._lock, self._calls, self._count, self._reset_when_idle = gate, lock, calls, count, reset
+        self._gate, self._lock, self._calls, self._count = gate, lock, calls, count
+        self._exit, self._reset_when_idle = interpreter_exit, reset
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame, eval_frame
@@ -149,7 +159,18 @@ class SingleFlight(PatchPoint):
         retry = self._retry_frame(self._caller(sys._getframe(1)))
         if retry is not None and retry.f_locals["tries"] < MOST_TRIES and _has_entry(callback, args[0]):
             raise LookAgain
-        return call_back(*args, **kwargs)
+        try:
+            return call_back(*args, **kwargs)
+        except WaitCycleError as error:
+            if error.waiter != threading.get_ident():
+                raise
+            code = args[0].f_code
+            warnings.warn(
+                f"{code.co_name} ({code.co_filename}:{code.co_firstlineno}) runs eagerly, this once: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self._run_once_as_it_is("its compile would wait for ever")
 
     def _convert(self, convert: Callable[..., Any], converter: Any, args: Any, kwargs: Any) -> Any:
         """Stand around one conversion. torch holds the compile lock here."""
@@ -160,7 +181,8 @@ class SingleFlight(PatchPoint):
             if not self._gate.admit(code, retry.f_locals["seen"]):
                 raise LookAgain
         elif self._finished_meanwhile(converter, frame):
-            return self._run_once_as_it_is()
+            return self._run_once_as_it_is("compiled by another thread")
+        self._exit.before_compile()
         with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
             arguments = Arguments(frame.f_locals)
             try:
@@ -202,14 +224,12 @@ class SingleFlight(PatchPoint):
             return False
         return _has_entry(converter, frame)
 
-    def _run_once_as_it_is(self) -> Any:
+    def _run_once_as_it_is(self, why: str) -> Any:
         from torch._dynamo import types
 
         self._count.excuse()
         skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]
-        return types.ConvertFrameReturn(
-            frame_exec_strategy=skip, apply_to_code=False, skip_reason="compiled by another thread"
-        )
+        return types.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False, skip_reason=why)
 
 
 def _calls_forward_first(frame: FrameType) -> bool:

@@ -26,7 +26,10 @@ import torch
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.rewriting import codes_in, constant, functions_of, rewritten, with_constants
 
-__all__ = ["Made", "ThreadGlobals"]
+__all__ = ["EMPLOYER", "Made", "ThreadGlobals"]
+
+# The name in a thread's storage of the storage of the thread that it works for.
+EMPLOYER = "employer"
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,17 @@ class ThreadGlobals(PatchPoint):
         module = importlib.import_module(self.module)
         names = self._present()
         local, count = _local_storage(module, {name: self._defaults[name] for name in names})
+        values = {"local": local, "set": count, "seen": _Seen(local)}
         self._changed = self._changed or rewritten(module, names, _Redirect(self._defaults))
         for function in functions_of(module):
             if any(name in code.co_names for code in codes_in(function.__code__) for name in names):
-                self.recode(function, with_constants(self._changed(function.__code__), local=local, set=count))
+                self.recode(function, with_constants(self._changed(function.__code__), **values))
         self._carried = torch._C._len_torch_dispatch_stack() > 0
         if self._carried:
             # The calling thread is inside a mode that it entered before.
             for name in names:
                 setattr(local, name, vars(module)[name])
-        self._local = local
+        self.local = local
         self.replace(module, "__class__", _module_class(module, names, local))
 
     def restore(self) -> None:
@@ -78,7 +82,7 @@ class ThreadGlobals(PatchPoint):
             module = importlib.import_module(self.module)
             inside = threading.get_ident() in threads_running(self.replaced_code())
             super().restore()
-            values = {name: getattr(self._local, name) for name in self._present()} if self._carried else self._defaults
+            values = {name: getattr(self.local, name) for name in self._present()} if self._carried else self._defaults
             if not inside:
                 # What began before the installation and ended after it has left its flags behind.
                 flags = {name: value for name, value in values.items() if value is None or isinstance(value, bool)}
@@ -97,12 +101,12 @@ class _Redirect(ast.NodeTransformer):
 
     def __init__(self, defaults: dict[str, Any]) -> None:
         self._defaults = self._names = defaults
-        self._depth = 0
+        self._inside: list[str] = []
 
     def _function(self, node: Any) -> Any:
-        self._depth += 1
+        self._inside.append(getattr(node, "name", ""))
         self.generic_visit(node)
-        self._depth -= 1
+        self._inside.pop()
         return node
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function  # noqa: N815  ast's names
@@ -112,10 +116,11 @@ class _Redirect(ast.NodeTransformer):
         return ast.copy_location(ast.Global(rest) if rest else ast.Pass(), node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if not self._depth or node.id not in self._names:
+        if not self._inside or node.id not in self._names:
             return node
         at = functools.partial(ast.copy_location, old_node=node)
-        own: ast.expr = at(ast.Attribute(at(ast.Constant(constant("local"))), node.id, node.ctx))
+        storage = "seen" if self._inside[-1].startswith("is_") else "local"
+        own: ast.expr = at(ast.Attribute(at(ast.Constant(constant(storage))), node.id, node.ctx))
         default = self._defaults[node.id]
         if isinstance(node.ctx, ast.Load) and (default is None or default is False):
             # Warm calls read some flags several times, and thread-local storage takes 50 ns where this takes 5.
@@ -135,6 +140,21 @@ def _shadowed(scope: symtable.SymbolTable, names: tuple[str, ...]) -> str | None
 
 class _Counts:
     pass
+
+
+class _Seen:
+    """What a question such as ``is_compiling()`` is answered with: in a helper thread, what its employer does counts."""
+
+    def __init__(self, local: Any) -> None:
+        self._local = local
+
+    def __getattr__(self, name: str) -> Any:
+        values: dict[str, Any] | None = vars(self._local)
+        while values is not None:
+            if values[name]:
+                return values[name]
+            values = values.get(EMPLOYER)
+        return getattr(self._local, name)
 
 
 def _local_storage(module: ModuleType, defaults: dict[str, Any]) -> tuple[Any, Any]:
