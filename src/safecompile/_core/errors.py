@@ -30,7 +30,7 @@ class LockTimeoutError(SafeCompileError):
 class WaitCycleError(LockTimeoutError):
     """A wait for the FX-trace lock that cannot end: the thread that has it waits for the one that waits for it."""
 
-    def __init__(self, message: str, waiter: int) -> None:
+    def __init__(self, message: str, waiter: int = 0) -> None:
         """``waiter`` is the ident of the thread that waits for the lock."""
         super().__init__(message, waiter)
         self.waiter = waiter
