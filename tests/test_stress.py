@@ -54,10 +54,6 @@ def faults(result: IsolatedResult) -> list[str]:
     return [*summary["wrong"], *summary["errors"], *summary["left patched"]]
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="races that the tests below force: a reset that never ends, a name left replaced, two deadlocks",
-)
 @pytest.mark.hang_timeout(SECONDS + MORE_SECONDS + 60)
 def test_mixed_work_of_8_threads_gives_the_single_threads_results_and_the_injected_errors_only() -> None:
     result = stress("library", SECONDS)
@@ -83,9 +79,6 @@ def until_a_reset_waits() -> None:
         pass
 
 
-@pytest.mark.xfail(
-    strict=True, reason="while a reset waits, a call in flight that has to compile looks into the cache for ever"
-)
 @pytest.mark.parametrize("where", ["the rest of a call", "a nested call"])
 def test_a_call_in_flight_compiles_a_new_shape_while_a_reset_waits_for_its_end(
     where: str, monkeypatch: pytest.MonkeyPatch
@@ -169,9 +162,6 @@ assert outcomes == [None, None], outcomes
 """
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a strict export and a compile that overlap leave torch's maker of graph code replaced"
-)
 @pytest.mark.parametrize("company", ["compile", "export"])
 def test_traced_modules_are_compiled_after_a_strict_export_that_overlapped(company: str) -> None:
     run_isolated(OVERLAPPING, ["library", company]).check()
@@ -212,7 +202,11 @@ faulthandler.cancel_dump_traceback_later()
 """
 
 
-@pytest.mark.xfail(strict=True, reason="torch frees the code of the stacks that it keeps with a mutex held")
+@pytest.mark.xfail(
+    strict=True,
+    reason="torch frees the code of the stacks that it keeps with a mutex held; the library holds what Dynamo compiled, "
+    "but not any code that has a weak reference with a callback",
+)
 def test_a_stack_that_torch_has_kept_is_freed_while_another_thread_takes_one() -> None:
     run_isolated(FREED_CODE, ["library"]).check()
 
@@ -275,9 +269,6 @@ assert not nodes, nodes
 """
 
 
-@pytest.mark.xfail(
-    strict=True, reason="while AOTAutograd traces, anomaly mode is on in all threads, and asks Python with a mutex held"
-)
 def test_threads_that_use_one_parameter_do_not_meet_the_anomaly_mode_of_another_threads_compile() -> None:
     run_isolated(ANOMALY, ["library"]).check()
 

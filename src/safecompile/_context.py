@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 
 from safecompile._core.errors import ContextConflictError
+from safecompile._core.forks import lock_across_forks
 from safecompile._patches.config import apply_config, capture_config
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class _DefaultDtype:
     """The default dtype, which is the process's own, and the threads inside contexts."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = lock_across_forks()
         # Guarded by _guard: the dtypes of the blocks each thread is in, and the dtype outside of all blocks.
         self._blocks: dict[int, list[torch.dtype]] = {}
         self._outside = torch.float32

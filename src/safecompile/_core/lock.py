@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 import time
 import traceback
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from safecompile._core.errors import LockTimeoutError, WaitCycleError
+from safecompile._core.stacks import stacks_of_others
 from safecompile._core.waits import waits_for
 
 if TYPE_CHECKING:
@@ -267,8 +267,9 @@ class FXTraceLock:
         )
         if not stack:
             return text
-        frame = sys._current_frames().get(hold.ident)
-        where = "".join(traceback.format_stack(frame)) if frame else "  (the holder has ended)\n"
+        frames = stacks_of_others().get(hold.ident, [])
+        lines = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(frames)).format()
+        where = "".join(lines) or "  (the holder has ended)\n"
         return (
             f"{text}\nIf that work is only slow, raise fx_trace_lock.limit (now {self.limit:.0f} s). If it waits for "
             f"this thread, let it not do so while it compiles. The holder's stack:\n{where}"

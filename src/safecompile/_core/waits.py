@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from safecompile._core.stacks import outwards, stacks_of_others
+
 __all__ = ["helpers", "waits_for"]
 
 # Threads (by ident) that run something for a thread which has started it, or submitted it, while it compiled.
@@ -26,22 +28,20 @@ def waits_for(waiting: int, other: int) -> bool:
     Seen are joins, futures, any wait for a helper of one's own, and waits without a time limit for a lock, an event or
     a queue that a function has in which the other thread is.
     """
-    stacks = {ident: list(_stack(frame)) for ident, frame in sys._current_frames().items()}
+    stacks = stacks_of_others()
+    stacks[threading.get_ident()] = list(outwards(sys._getframe(1)))
     todo, seen = [waiting], set[int]()
-    while todo:
-        one = todo.pop()
-        if one == other:
-            return True
-        if one not in seen and one in stacks:
-            seen.add(one)
-            todo.extend(_waited_for(one, stacks))
-    return False
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    try:
+        while todo:
+            one = todo.pop()
+            if one == other:
+                return True
+            if one not in seen and one in stacks:
+                seen.add(one)
+                todo.extend(_waited_for(one, stacks))
+        return False
+    finally:
+        stacks.clear()  # a frame that is in a list of its own would stay
 
 
 def _waited_for(ident: int, stacks: dict[int, list[FrameType]]) -> Iterator[int]:

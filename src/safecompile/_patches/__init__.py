@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 import time
@@ -12,10 +13,12 @@ from types import CodeType
 from typing import Any
 
 from safecompile._core.errors import PatchesInUseError, PatchMismatchError
+from safecompile._core.forks import lock_across_forks
 from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
+from safecompile._core.stacks import outwards
 from safecompile._patches import dynamo
-from safecompile._patches.compile_state import CompileState
+from safecompile._patches.compile_state import AnomalyMode, CompileState
 from safecompile._patches.compiled_autograd import CompiledAutograd
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.dynamo import (
@@ -35,7 +38,7 @@ from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.regions import TorchCheckpoint
 from safecompile._patches.rewriting import looked_up
 from safecompile._patches.serial_traces import SerialTraces
-from safecompile._patches.thread_globals import Made, ThreadGlobals
+from safecompile._patches.thread_globals import Made, Own, ThreadGlobals
 
 __all__ = ["fx_trace_lock", "gate", "patches"]
 
@@ -51,7 +54,6 @@ class Patches:
 
     def __init__(self) -> None:
         self.calls = CompiledCalls(gate, self)
-        self._guard = threading.Lock()
         # While somebody resets Dynamo: guards the reset, and who waits for its end.
         self._reset = threading.Lock()
         self._resetting = self._epoch_before = 0
@@ -76,10 +78,14 @@ class Patches:
             TorchCheckpoint(),
             CacheOrder(),
             CompileState(),
+            AnomalyMode(),
             Stance(),
             CompiledAutograd(),
             SerialTraces(fx_trace_lock, self._mismatches),
         )
+        self._guard = lock_across_forks()  # made after the points' own, which are taken under it
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
 
     def install(self, *, strict: bool = False) -> int:
         """Install every point that matches this torch; return the epoch, or 0 if now is not the time.
@@ -120,7 +126,7 @@ class Patches:
     def wait_for_reset(self) -> int:
         """Hold a call until Dynamo has been reset, unless it is part of one that the reset waits for; return the epoch."""
         me = threading.get_ident()
-        epoch_before, nested = self._epoch_before, self._calls_of(me) > 1
+        epoch_before, nested = self._epoch_before, self._calls_in_flight() > 1
         while not gate.epoch and self._reset.locked():
             if nested:
                 return epoch_before
@@ -142,7 +148,7 @@ class Patches:
         if self._resetting == me:  # one of torch's two functions calls the other
             reset()
             return
-        if self._calls_of(me):
+        if self._calls_in_flight():
             raise PatchesInUseError(
                 "cannot reset Dynamo inside a guarded call: it would free what the call runs; reset after it."
             )
@@ -163,12 +169,16 @@ class Patches:
                 self._resetting = 0
                 gate.open()
 
-    def _calls_of(self, thread: int) -> int:
-        frame, count = sys._current_frames().get(thread), 0
-        while frame is not None:
-            count += self.calls.catch(frame.f_code)
-            frame = frame.f_back
-        return count
+    def _calls_in_flight(self) -> int:
+        return sum(self.calls.catch(frame.f_code) for frame in outwards(sys._getframe(1)))
+
+    def _after_fork(self) -> None:
+        for point in self.points:
+            if point.active:
+                point.after_fork()
+        gate.forget_pending()
+        if self._resetting and self._resetting != threading.get_ident():
+            self._reset, self._resetting, gate.epoch = threading.Lock(), 0, self._epoch_before
 
     def uninstall(self) -> None:
         """Put back every attribute that still is as it was left by the installation.
@@ -314,6 +324,12 @@ _THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "torch._export.serde.serialize",
         {"_CURRENT_DESERIALIZER": None},
         '"_CURRENT_DESERIALIZER is already set" when two threads load exported programs (E3)',
+    ),
+    (
+        "generated-code",
+        "torch.fx.graph_module",
+        {"_forward_from_src": Own()},
+        "modules traced beside a compile are never compiled, in silence (S5)",
     ),
     (
         "compiled-autograd-flags",

@@ -6,6 +6,8 @@ import sys
 import threading
 from typing import Any
 
+from safecompile._core.stacks import stacks_of_others
+
 __all__ = ["Others", "alone"]
 
 # The engine's threads of a backward work for the thread that called it.
@@ -17,17 +19,8 @@ def alone() -> bool:
     started = {t.ident: t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     if len(started) > 1 and sum(not _is_helper(thread) for thread in started.values()) > 1:
         return False
-    frames = sys._current_frames()
-    frames.pop(
-        threading.get_ident(), None
-    )  # its own frame would keep itself, and all activations, until it is collected
-    for ident, frame in frames.items():
-        if ident not in started:
-            while frame.f_back is not None:
-                frame = frame.f_back  # noqa: PLW2901
-            if not frame.f_globals.get("__name__", "").startswith(_ENGINE):
-                return False
-    return True
+    foreign = [frames[-1] for ident, frames in stacks_of_others().items() if ident not in started]
+    return all(frame.f_globals.get("__name__", "").startswith(_ENGINE) for frame in foreign)
 
 
 def _is_helper(thread: Any) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib.util
 import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
@@ -22,7 +26,7 @@ from safecompile._patches.rewriting import (
     with_constants,
 )
 
-__all__ = ["CompileState"]
+__all__ = ["AnomalyMode", "CompileState"]
 
 
 class CompileState(PatchPoint):
@@ -121,3 +125,44 @@ class _OnlyAlone(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         return self._if_alone(node) if "guards.check()" in ast.unparse(node.test) else node
+
+
+class AnomalyMode(PatchPoint):
+    name = "anomaly-mode"
+    protects = (
+        "other threads' autograd keeps stacks, and can deadlock, while a compile is in anomaly mode, which is the "
+        "process's; what they set meanwhile is undone (S3, D1)"
+    )
+    upstream = "torch/_functorch/_aot_autograd/graph_capture_wrappers.py, detect_anomaly"
+    old_code_may_run = True
+
+    def needed(self) -> bool:
+        return importlib.util.find_spec(_WRAPPERS) is not None  # not in older torch
+
+    def mismatch(self) -> str | None:
+        return None
+
+    def apply(self) -> None:
+        module = importlib.import_module(_WRAPPERS)
+        changed = rewritten(module, ["detect_anomaly"], _AnomalyModeAlone())
+        for function in functions_of(module):
+            if any("detect_anomaly" in code.co_names for code in codes_in(function.__code__)):
+                self.recode(function, with_constants(changed(function.__code__), mode=_Mode()))
+
+
+_WRAPPERS = "torch._functorch._aot_autograd.graph_capture_wrappers"
+
+
+class _Mode:
+    def detect_anomaly(self, check_nan: bool) -> Any:
+        """Note the stack of each backward node, which the compile shows in errors, if no other thread would do so."""
+        return torch.autograd.detect_anomaly(check_nan) if alone() else contextlib.nullcontext()
+
+
+class _AnomalyModeAlone(ast.NodeTransformer):
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if ast.unparse(node) == "torch.autograd.detect_anomaly":
+            node.value = ast.copy_location(ast.Constant(constant("mode")), node)
+        else:
+            self.generic_visit(node)
+        return node

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from safecompile._core.errors import ContextConflictError
+from safecompile._core.forks import lock_across_forks
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
 
@@ -22,7 +23,7 @@ class CompiledAutograd(PatchPoint):
     def __init__(self) -> None:
         super().__init__()
         # Guards who has enabled it, how often, and what a backward runs.
-        self._guard = threading.Lock()
+        self._guard = lock_across_forks()
         self._owner: threading.Thread | None = None
         self._depth = 0
 
@@ -54,6 +55,15 @@ class CompiledAutograd(PatchPoint):
         if self.active and self._backward.__code__ is self._refusing:
             self._backward.__code__ = self._code
         super().restore()
+
+    def after_fork(self) -> None:
+        from torch._dynamo import compiled_autograd
+
+        owner = self._owner
+        if owner is not None and owner.ident != threading.get_ident():
+            self._owner, self._depth = None, 0
+            self._backward.__code__ = self._code
+            compiled_autograd.reset()
 
     def _check(self, what: str) -> None:
         owner = self._owner

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 import sys
 import threading
 import warnings
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from safecompile._core.errors import WaitCycleError
+from safecompile._core.forks import lock_across_forks
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.arguments import Arguments
 from safecompile._patches.company import alone
@@ -44,6 +44,9 @@ __all__ = [
 # A miss that is one only for Dynamo's lookup (a guard that another thread's settings flip) must not go on for ever.
 MOST_TRIES = 100
 
+# The references to an object of a list in a loop over it: the list's, the variable's and sys.getrefcount's own.
+NOBODY_ELSE = 3
+
 _own_lock: Any = None
 
 
@@ -69,7 +72,6 @@ class CompileLock(PatchPoint):
     def __init__(self, lock: FXTraceLock) -> None:
         super().__init__()
         self._lock = lock
-        self._renews = False
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame
@@ -83,9 +85,6 @@ class CompileLock(PatchPoint):
 
         _own_lock = convert_frame.compile_lock
         self.replace(convert_frame, "compile_lock", self._lock)
-        if not self._renews:
-            self._renews = True
-            os.register_at_fork(after_in_child=self._renew)
 
     def restore(self) -> None:
         global _own_lock  # noqa: PLW0603
@@ -97,12 +96,20 @@ class CompileLock(PatchPoint):
             convert_frame.compile_lock = _own_lock  # another one than before in a forked process
         _own_lock = None
 
-    def _renew(self) -> None:
-        """Give a forked process a lock that no thread holds; the one that did was not forked (D2; pytorch#198246)."""
+    def after_fork(self) -> None:
+        """Give the process a lock that no thread holds; the one that did was not forked (D2; pytorch#198246)."""
         global _own_lock  # noqa: PLW0603
-        if self.active and not compile_lock()._is_owned():
+        from torch._dynamo import callback
+
+        if not compile_lock()._is_owned():
             _own_lock = threading.RLock()
             self._lock.forget_other_threads()
+            # The same for the compiles that Dynamo believes to be going on.
+            pending = "_CompilationCallbackHandler__pending_callbacks_counter"
+            vars(callback.callback_handler).update({pending: 0, f"{pending}_lock": threading.Lock()})
+            progress_bar: Any = vars(torch.hub)["tqdm"]  # FX's interpreter makes one, shown or not
+            if hasattr(progress_bar, "set_lock"):
+                progress_bar.set_lock(threading.RLock())
 
 
 class SingleFlight(PatchPoint):
@@ -122,6 +129,8 @@ class SingleFlight(PatchPoint):
         super().__init__()
         self._gate, self._lock, self._calls, self._count = gate, lock, calls, count
         self._exit, self._reset_when_idle = interpreter_exit, reset
+        self._codes: list[CodeType] = []
+        self._most_codes = 64
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame, eval_frame
@@ -193,9 +202,21 @@ class SingleFlight(PatchPoint):
                     raise
                 raise blamed from error
         entry = getattr(result, "guarded_code", None)
+        self._keep(code, getattr(entry, "code", None))
         if entry is not None:
             self._gate.finish(code, _inserted(entry.guard_manager))
         return result
+
+    def _keep(self, *codes: CodeType | None) -> None:
+        """Hold code until nobody else does, and let go of it here.
+
+        torch would free what a captured traceback has last under a mutex that others wait for with the interpreter
+        lock; what Dynamo does when the code is freed can let them run.
+        """
+        self._codes += filter(None, codes)
+        if len(self._codes) > self._most_codes:
+            self._codes = [code for code in self._codes if sys.getrefcount(code) > NOBODY_ELSE]
+            self._most_codes = 2 * len(self._codes) + 64
 
     def _caller(self, frame: FrameType) -> FrameType:
         """Return the frame that has called the converted one, from a frame of Dynamo's callback."""
@@ -315,7 +336,7 @@ class Stance(PatchPoint):
 
     def __init__(self) -> None:
         super().__init__()
-        self._guard = threading.Lock()
+        self._guard = lock_across_forks()
         self._default: Any = None
         self._own: dict[int, Any] = {}
 

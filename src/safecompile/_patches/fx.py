@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from safecompile._core.forks import lock_across_forks
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
 
@@ -98,7 +99,7 @@ class FXPatches(PatchPoint):
         self._stacks = _Stacks()
         # Never held while code that is not ours runs. Guards _places: how many traces want a replacement, and
         # what takes it out.
-        self._guard = threading.Lock()
+        self._guard = lock_across_forks()
         self._places: dict[_Key, tuple[int, Callable[[], None]]] = {}
 
     def mismatch(self) -> str | None:
@@ -237,7 +238,7 @@ class LazyGraphModules(PatchPoint):
     def __init__(self) -> None:
         super().__init__()
         # Held while Python code is made of a graph, which calls nothing of the user's and compiles nothing.
-        self._making = threading.RLock()
+        self._making = lock_across_forks()
 
     def mismatch(self) -> str | None:
         from torch.fx import _lazy_graph_module as lazy

@@ -6,10 +6,12 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import wrapt
+
+from safecompile._core.stacks import outwards, stacks_of_others
 
 __all__ = ["PatchPoint", "threads_running"]
 
@@ -49,6 +51,9 @@ class PatchPoint(ABC):
     @abstractmethod
     def apply(self) -> None:
         """Make the changes."""
+
+    def after_fork(self) -> None:  # noqa: B027  most points have nothing to forget
+        """Forget what other threads did: in a forked process there is only the one that forked."""
 
     def install(self) -> None:
         """Make the changes, or none of them."""
@@ -106,13 +111,7 @@ def _get(owner: Any, name: str) -> Any:
 def threads_running(codes: set[CodeType]) -> set[int]:
     """Return the idents of the threads that have a frame of one of ``codes`` on their stack."""
     found, wanted = set(), {id(code) for code in codes}  # code that Dynamo has made may have no hash
-    frames = sys._current_frames()
-    here = frames.pop(threading.get_ident()).f_back  # not its own frame, which would keep itself
-    for ident, top in [*frames.items(), (threading.get_ident(), here)]:
-        frame: FrameType | None = top
-        while frame is not None:
-            if id(frame.f_code) in wanted:
-                found.add(ident)
-                break
-            frame = frame.f_back
+    for ident, frames in [*stacks_of_others().items(), (threading.get_ident(), outwards(sys._getframe(1)))]:
+        if any(id(frame.f_code) in wanted for frame in frames):
+            found.add(ident)
     return found

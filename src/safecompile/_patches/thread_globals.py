@@ -23,13 +23,18 @@ from typing import Any
 
 import torch
 
+from safecompile._core.forks import lock_across_forks
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.rewriting import codes_in, constant, functions_of, rewritten, with_constants
 
-__all__ = ["EMPLOYER", "Made", "ThreadGlobals"]
+__all__ = ["EMPLOYER", "Made", "Own", "ThreadGlobals"]
 
 # The name in a thread's storage of the storage of the thread that it works for.
 EMPLOYER = "employer"
+
+
+class Own:
+    """A default that is the module's function of this name, also while somebody has put another one in its place."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class ThreadGlobals(PatchPoint):
     def apply(self) -> None:
         module = importlib.import_module(self.module)
         names = self._present()
-        local, count = _local_storage(module, {name: self._defaults[name] for name in names})
+        local, count = _local_storage(module, {name: _default(module, name, self._defaults[name]) for name in names})
         values = {"local": local, "set": count, "seen": _Seen(local)}
         self._changed = self._changed or rewritten(module, names, _Redirect(self._defaults))
         for function in functions_of(module):
@@ -129,6 +134,12 @@ class _Redirect(ast.NodeTransformer):
         return own
 
 
+def _default(module: ModuleType, name: str, value: Any) -> Any:
+    if isinstance(value, Own):
+        return next(function for function in functions_of(module) if function.__name__ == name)
+    return value
+
+
 def _shadowed(scope: symtable.SymbolTable, names: tuple[str, ...]) -> str | None:
     """Return a name that some function binds for itself, as a parameter or by assigning without ``global``."""
     if scope.get_type() == "function":
@@ -136,6 +147,10 @@ def _shadowed(scope: symtable.SymbolTable, names: tuple[str, ...]) -> str | None
             if not scope.lookup(name).is_global():
                 return name
     return next(filter(None, (_shadowed(child, names) for child in scope.get_children())), None)
+
+
+# Guards all counts of threads that have set a name.
+_guard = lock_across_forks()
 
 
 class _Counts:
@@ -159,7 +174,7 @@ class _Seen:
 
 def _local_storage(module: ModuleType, defaults: dict[str, Any]) -> tuple[Any, Any]:
     """Return the storage, and for each name how many threads have set it to something else than its default."""
-    count, guard = _Counts(), threading.Lock()
+    count = _Counts()
     vars(count).update(dict.fromkeys(defaults, 0))
 
     def is_set(name: str, value: Any) -> bool:
@@ -173,7 +188,7 @@ def _local_storage(module: ModuleType, defaults: dict[str, Any]) -> tuple[Any, A
                 super().__setattr__(name, made)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            with guard:
+            with _guard:
                 setattr(count, name, getattr(count, name) + is_set(name, value) - is_set(name, getattr(self, name)))
             super().__setattr__(name, value)
 
