@@ -177,8 +177,10 @@ class Patches:
             if point.active:
                 point.after_fork()
         gate.forget_pending()
-        if self._resetting and self._resetting != threading.get_ident():
-            self._reset, self._resetting, gate.epoch = threading.Lock(), 0, self._epoch_before
+        if self._resetting != threading.get_ident():
+            self._reset = threading.Lock()
+            if self._resetting:
+                self._resetting, gate.epoch = 0, self._epoch_before
 
     def uninstall(self) -> None:
         """Put back every attribute that still is as it was left by the installation.

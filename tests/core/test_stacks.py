@@ -1,0 +1,57 @@
+"""Looking at the frames of threads that go on running."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+
+import pytest
+
+from safecompile._core.stacks import outwards, stacks_of_others
+from tests.helpers.threads import gather_threads
+
+
+def test_each_other_thread_is_there_with_its_frames_the_innermost_first() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def outer() -> int:
+        return inner()
+
+    def inner() -> int:
+        inside.set()
+        assert go_on.wait(30)
+        return threading.get_ident()
+
+    def look() -> dict[int, list[str]]:
+        assert inside.wait(30)
+        stacks = stacks_of_others()
+        go_on.set()
+        assert threading.get_ident() not in stacks
+        return {ident: [frame.f_code.co_name for frame in frames] for ident, frames in stacks.items()}
+
+    ident, stacks = gather_threads([outer, look])
+    names = stacks[ident]
+    assert names.index("inner") == names.index("outer") - 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_does_not_run_meanwhile_and_is_left_as_it_was(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames, seen = sys._current_frames, []
+    monkeypatch.setattr(sys, "_current_frames", lambda: (seen.append(gc.isenabled()), frames())[1])
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        stacks_of_others()
+        assert (seen, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_ones_own_frames_go_outwards() -> None:
+    def inner() -> list[str]:
+        return [frame.f_code.co_name for frame in outwards(sys._getframe())]
+
+    assert inner()[:2] == ["inner", "test_ones_own_frames_go_outwards"]
