@@ -180,11 +180,15 @@ def test_an_error_in_the_region_ends_it() -> None:
     assert torch.equal(elsewhere(gradient), gradient())
 
 
+def product(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * x
+
+
 def compile_elsewhere(x: torch.Tensor) -> torch.Tensor:
     """Compile in another thread, which disables compiled autograd for the time of the compile: in torch for all."""
 
     def call() -> torch.Tensor:
-        result: torch.Tensor = torch.compile(lambda x: x.sin() * x, backend="aot_eager")(x)
+        result: torch.Tensor = torch.compile(product, backend="aot_eager")(x)
         return result
 
     return elsewhere(call)
@@ -218,7 +222,7 @@ def test_a_compile_that_has_begun_before_the_region_does_not_end_it() -> None:
             backend.record(gm)
         return gm.forward
 
-    thread = threading.Thread(target=torch.compile(lambda x: x.sin() * x, backend=both), args=(x,))
+    thread = threading.Thread(target=torch.compile(product, backend=both), args=(x,))
     thread.start()
     assert backend.entered.wait(SECONDS)
     with enabled_elsewhere() as leave:
