@@ -39,7 +39,8 @@ def test_each_other_thread_is_there_with_its_frames_the_innermost_first() -> Non
 def test_the_collector_does_not_run_meanwhile_and_is_left_as_it_was(
     enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frames, seen = sys._current_frames, []
+    frames = sys._current_frames
+    seen: list[bool] = []
     monkeypatch.setattr(sys, "_current_frames", lambda: (seen.append(gc.isenabled()), frames())[1])
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
