@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_each_other_thread_is_there_with_its_frames_the_innermost_first() -> Non
         return {ident: [frame.f_code.co_name for frame in frames] for ident, frames in stacks.items()}
 
     ident, stacks = gather_threads([outer, look])
+    assert isinstance(stacks, dict)
     names = stacks[ident]
     assert names.index("inner") == names.index("outer") - 1
 
@@ -41,7 +43,12 @@ def test_the_collector_does_not_run_meanwhile_and_is_left_as_it_was(
 ) -> None:
     frames = sys._current_frames
     seen: list[bool] = []
-    monkeypatch.setattr(sys, "_current_frames", lambda: (seen.append(gc.isenabled()), frames())[1])
+
+    def current_frames() -> Any:
+        seen.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", current_frames)
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
