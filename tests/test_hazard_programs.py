@@ -199,6 +199,13 @@ PROGRAMS = {
         if backend.count != 1:
             fault("compiles afterwards:", backend.count)
     """,
+    "S7: guards that another thread skips": """
+        call = compile_it(lambda v: v.sin(), backend="eager", dynamic=False)
+        for n in (2, 3):
+            call(torch.ones(n))
+        with another_thread_inside(lambda: torch.compiler.set_stance(skip_guard_eval_unsafe=True)):
+            attempt("a new shape", lambda: call(torch.ones(4)), torch.ones(4).sin())
+    """,
     "S7: an error on graph breaks that another thread has asked for": """
         def breaks(v):
             v = v + 1
