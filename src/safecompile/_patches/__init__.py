@@ -10,40 +10,35 @@ import time
 import warnings
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
 
 from safecompile._core.errors import PatchesInUseError, PatchMismatchError
 from safecompile._core.forks import lock_across_forks
 from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
-from safecompile._patches import dynamo
+from safecompile._patches.compile_lock import CompileLock, compile_lock
 from safecompile._patches.compile_state import AnomalyMode, CompileState
 from safecompile._patches.compiled_autograd import CompiledAutograd
 from safecompile._patches.compiled_call import CompiledCalls
-from safecompile._patches.dynamo import (
-    CacheOrder,
-    CompileLock,
-    FullgraphCount,
-    LazyBackward,
-    ResumeFunctions,
-    SingleFlight,
-    Stance,
-)
 from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches, LazyGraphModules
 from safecompile._patches.helper_threads import HelperThreads
 from safecompile._patches.interpreter_exit import InterpreterExit
+from safecompile._patches.lazy_backward import LazyBackward
+from safecompile._patches.per_call_settings import FullgraphCount, Stance
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.regions import TorchCheckpoint
+from safecompile._patches.resume_functions import ResumeFunctions, skip_frames_of
 from safecompile._patches.rewriting import looked_up
 from safecompile._patches.serial_traces import SerialTraces
-from safecompile._patches.thread_globals import Made, Own, ThreadGlobals
+from safecompile._patches.single_flight import CacheOrder, SingleFlight
+from safecompile._patches.thread_global_names import THREAD_GLOBALS
+from safecompile._patches.thread_globals import ThreadGlobals
 
 __all__ = ["fx_trace_lock", "gate", "patches"]
 
 gate = Gate()
-fx_trace_lock = FXTraceLock(dynamo.compile_lock)
+fx_trace_lock = FXTraceLock(compile_lock)
 
 # How long an installation waits for traces and compiles that began before it.
 STRAGGLERS_LIMIT = 5.0
@@ -60,8 +55,8 @@ class Patches:
         self._held: set[int] = set()
         self._warned = self._free_threads = False
         self._mismatches: list[str] = []
-        fx, count, at_exit = FXPatches(dynamo.skip_frames_of), FullgraphCount(), InterpreterExit(fx_trace_lock)
-        flags = {row[0]: ThreadGlobals(*row) for row in _THREAD_GLOBALS}
+        fx, count, at_exit = FXPatches(skip_frames_of), FullgraphCount(), InterpreterExit(fx_trace_lock)
+        flags = {row[0]: ThreadGlobals(*row) for row in THREAD_GLOBALS}
         self.points: tuple[PatchPoint, ...] = (
             *flags.values(),
             HelperThreads(flags["compiling-flags"], fx_trace_lock),
@@ -256,104 +251,5 @@ def _install(point: PatchPoint) -> str | None:
         return repr(error)
     return mismatch
 
-
-# What describes the calling thread: patch point, module, names with their value while nothing is traced, fault.
-_THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    (
-        "fx-trace-state",
-        "torch.fx._symbolic_trace",
-        {"_is_fx_tracing_flag": False, "CURRENT_PATCHER": None},
-        "a compiled call beside another thread's FX trace raises; overlapping traces break (E1, E3, P1; pytorch#126024)",
-    ),
-    (
-        "compiling-flags",
-        "torch.compiler",
-        {"_is_compiling_flag": False, "_is_exporting_flag": False, "_is_non_strict_tracing_flag": False},
-        "is_compiling() and is_exporting() are True in other threads' eager code (S6)",
-    ),
-    (
-        "node-metadata",
-        "torch.fx.traceback",
-        dict.fromkeys(("should_preserve_node_meta", "_should_preserve_node_meta"), False)
-        | {"current_meta": {}, "current_replay_node": None},
-        "nodes get the metadata of another thread's trace",
-    ),
-    (
-        "make-fx-tracer",
-        "torch.fx.experimental.proxy_tensor",
-        {"_CURRENT_MAKE_FX_TRACER": None},
-        "a control-flow operator in one make_fx is traced into another thread's (E3; pytorch#168042)",
-    ),
-    (
-        "dispatch-mode-flags",
-        "torch.utils._python_dispatch",
-        dict.fromkeys(
-            (
-                "_is_in_torch_dispatch_mode",
-                "_is_in_non_infra_torch_dispatch_mode",
-                "_is_in_any_mode_without_ignore_compile_internals",
-            ),
-            False,
-        ),
-        "a compiled call runs eagerly in silence while another thread is in a dispatch mode",
-    ),
-    (
-        "pre-dispatch-modes",
-        "torch._ops",
-        {"_mode_stack_state_for_pre_dispatch": Made("_ModeStackStateForPreDispatch")},
-        '"Trying to pop empty mode stack" in concurrent exports (E3)',
-    ),
-    (
-        "export-state",
-        "torch.export._trace",
-        {"_EXPORT_FLAGS": None, "_EXPORT_MODULE_HIERARCHY": None},
-        "an export uses the module hierarchy of another thread's (E3)",
-    ),
-    (
-        "error-on-graph-break",
-        "torch._dynamo.utils",
-        {"_error_on_graph_break": False},
-        "a compile dies of a graph break because another thread has asked for that (S7; pytorch#196637)",
-    ),
-    (
-        "checkpoint-knobs",
-        "torch.utils.checkpoint",
-        dict.fromkeys(("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")),
-        "early stopping and debugging are switched for checkpoints of other threads, and stay so (P2)",
-    ),
-    (
-        "export-loading",
-        "torch._export.serde.serialize",
-        {"_CURRENT_DESERIALIZER": None},
-        '"_CURRENT_DESERIALIZER is already set" when two threads load exported programs (E3)',
-    ),
-    (
-        "generated-code",
-        "torch.fx.graph_module",
-        {"_forward_from_src": Own()},
-        "modules traced beside a compile are never compiled, in silence (S5)",
-    ),
-    (
-        "compiled-autograd-flags",
-        "torch._dynamo.compiled_autograd",
-        dict.fromkeys(
-            (
-                "compiled_autograd_enabled",
-                "compiled_autograd_enabled_force_eager",
-                "in_compiled_autograd_region",
-                "active_disable_ctx",
-            ),
-            False,
-        )
-        | {"depth": 0},
-        "a thread believes that its backward is compiled because another thread's is (E10)",
-    ),
-    (
-        "lazy-graph-modules",
-        "torch.fx._lazy_graph_module",
-        {"_use_lazy_graph_module_flag": False, "_force_skip_lazy_graph_module_flag": False},
-        "a trace beside a compile gives a graph module of another class",
-    ),
-)
 
 patches = Patches()

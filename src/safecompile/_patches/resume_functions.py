@@ -1,0 +1,83 @@
+"""What follows a graph break: compiled once, too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from safecompile._core.gate import Gate, LookAgain
+from safecompile._patches.point import PatchPoint
+
+__all__ = ["RESUME_CODE", "ResumeFunctions", "skip_frames_of"]
+
+
+def skip_frames_of(code: CodeType) -> None:
+    """Make Dynamo run frames of ``code`` as they are (but still look at what they call)."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(code)
+
+
+class ResumeFunctions(PatchPoint):
+    name = "resume-functions"
+    protects = "what follows a graph break is compiled by every thread that gets there (E4)"
+    upstream = "torch/_dynamo/output_graph.py, install_global_unsafe"
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo.output_graph import OutputGraph
+
+        has_method = hasattr(OutputGraph, "install_global_unsafe")
+        return None if has_method else "torch._dynamo.output_graph.OutputGraph has no install_global_unsafe"
+
+    def apply(self) -> None:
+        from torch._dynamo.output_graph import OutputGraph
+
+        skip_frames_of(RESUME_CODE)
+        self.wrap(OutputGraph, "install_global_unsafe", self._install_global)
+
+    def _install_global(self, install: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
+        def wrapped(name: str, value: Any) -> None:
+            if name.startswith("__resume_at_"):
+                if value.__name__ == name:
+                    value = _resumable(self._gate, value)
+                else:  # resume functions with free variables are made by a factory at run time
+                    value = functools.partial(_resumable_from, self._gate, value)
+            install(name, value)
+
+        wrapped(*args, **kwargs)
+
+
+def _resumable(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a resume function so that it can be called again: none of it has run when Dynamo calls back."""
+
+    def resume(*args: Any, **kwargs: Any) -> Any:
+        callback, tries = get_eval_frame_callback(), 0
+        while True:
+            seen = gate.epoch  # noqa: F841  the gate reads it, and tries, from this frame
+            try:
+                return function(*args, **kwargs)
+            except LookAgain:
+                tries += 1
+                # Dynamo switches itself off for the thread when its callback raises.
+                set_eval_frame(callback)
+
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+
+    # The rest of an outer function may be traced together with an inner one's: then without this wrapper.
+    resume._torchdynamo_inline = function  # type: ignore[attr-defined]
+    return resume
+
+
+def _resumable_from(gate: Gate, factory: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    return _resumable(gate, factory(*args))
+
+
+RESUME_CODE = next(
+    constant for constant in _resumable.__code__.co_consts if getattr(constant, "co_name", "") == "resume"
+)

@@ -1,0 +1,250 @@
+"""One compile for each graph, however many threads ask for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, cast
+
+import torch
+
+from safecompile._core.errors import WaitCycleError
+from safecompile._core.gate import Gate, LookAgain
+from safecompile._core.lock import FXTraceLock
+from safecompile._patches.arguments import Arguments
+from safecompile._patches.company import alone
+from safecompile._patches.compiled_call import CompiledCalls
+from safecompile._patches.interpreter_exit import InterpreterExit
+from safecompile._patches.per_call_settings import FullgraphCount
+from safecompile._patches.point import PatchPoint
+from safecompile._patches.resume_functions import RESUME_CODE
+
+__all__ = ["CacheOrder", "SingleFlight"]
+
+# A miss that is one only for Dynamo's lookup (a guard that another thread's settings flip) must not go on for ever.
+MOST_TRIES = 100
+
+# The references to an object of a list in a loop over it: the list's, the variable's and sys.getrefcount's own.
+NOBODY_ELSE = 3
+
+
+class SingleFlight(PatchPoint):
+    name = "single-flight"
+    protects = "N threads that make one first call compile it up to N times (E4)"
+    upstream = "pytorch#123177; torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
+
+    def __init__(
+        self,
+        gate: Gate,
+        lock: FXTraceLock,
+        calls: CompiledCalls,
+        count: FullgraphCount,
+        interpreter_exit: InterpreterExit,
+        reset: Callable[..., None],
+    ) -> None:
+        super().__init__()
+        self._gate, self._lock, self._calls, self._count = gate, lock, calls, count
+        self._exit, self._reset_when_idle = interpreter_exit, reset
+        self._codes: list[CodeType] = []
+        self._most_codes = 64
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo import convert_frame, eval_frame
+
+        for owner, name in (
+            (convert_frame, "CatchErrorsWrapper"),
+            (convert_frame, "ConvertFrameAssert"),
+            (eval_frame, "innermost_backend"),
+        ):
+            if not hasattr(owner, name):
+                return f"{owner.__name__} has no {name}"
+        return None
+
+    def apply(self) -> None:
+        from torch._dynamo import convert_frame
+
+        own = Path(SingleFlight._convert.__code__.co_filename).parent
+        self._files = (convert_frame.ConvertFrame.__call__.__code__.co_filename, str(own))
+        for name in ("reset", "reset_code_caches"):
+            self.wrap(torch._dynamo, name, self._reset)
+        self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
+        self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
+
+    def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_exporting() and threading.active_count() > 1:
+            return  # a strict export begins with a reset; other threads run what it would free
+        self._reset_when_idle(reset)
+
+    def _call_back(self, call_back: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Any:
+        """Stand before Dynamo's wait for the compile lock.
+
+        Dynamo moves the entry of a hit to the front of its list. A thread that walks the list meanwhile can miss
+        an entry that is there: it would wait for the lock, and compile it once more.
+        """
+        retry = self._retry_frame(self._caller(sys._getframe(1)))
+        if retry is not None and retry.f_locals["tries"] < MOST_TRIES and _has_entry(callback, args[0]):
+            raise LookAgain
+        try:
+            return call_back(*args, **kwargs)
+        except WaitCycleError as error:
+            if error.waiter != threading.get_ident():
+                raise
+            code = args[0].f_code
+            warnings.warn(
+                f"{code.co_name} ({code.co_filename}:{code.co_firstlineno}) runs eagerly, this once: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self._run_once_as_it_is("its compile would wait for ever")
+
+    def _convert(self, convert: Callable[..., Any], converter: Any, args: Any, kwargs: Any) -> Any:
+        """Stand around one conversion. torch holds the compile lock here."""
+        frame = args[0]
+        code = frame.f_code
+        retry = self._retry_frame(self._caller(sys._getframe(1)))
+        if retry is not None:
+            if not self._gate.admit(code, retry.f_locals["seen"]):
+                raise LookAgain
+        elif self._finished_meanwhile(converter, frame):
+            return self._run_once_as_it_is("compiled by another thread")
+        self._exit.before_compile()
+        with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
+            arguments = Arguments(frame.f_locals)
+            try:
+                result = _converted(convert, args, kwargs)
+            except Exception as error:
+                blamed = arguments.blame(error, code.co_name)
+                if blamed is None:
+                    raise
+                raise blamed from error
+        entry = getattr(result, "guarded_code", None)
+        self._keep(code, getattr(entry, "code", None))
+        if entry is not None:
+            self._gate.finish(code, _inserted(entry.guard_manager))
+        return result
+
+    def _keep(self, *codes: CodeType | None) -> None:
+        """Hold code until nobody else does, and let go of it here.
+
+        torch would free what a captured traceback has last under a mutex that others wait for with the interpreter
+        lock; what Dynamo does when the code is freed can let them run.
+        """
+        self._codes += filter(None, codes)
+        if len(self._codes) > self._most_codes:
+            self._codes = [code for code in self._codes if sys.getrefcount(code) > NOBODY_ELSE]
+            self._most_codes = 2 * len(self._codes) + 64
+
+    def _caller(self, frame: FrameType) -> FrameType:
+        """Return the frame that has called the converted one, from a frame of Dynamo's callback."""
+        while frame.f_code is not RESUME_CODE and frame.f_code.co_filename.startswith(self._files):
+            frame = cast("FrameType", frame.f_back)
+        return frame
+
+    def _retry_frame(self, caller: FrameType) -> FrameType | None:
+        """Return the frame that will call again on ``LookAgain``, if nothing of the user's runs in between.
+
+        By the identity of frames and not by code and name: a plain compiled object over the same code,
+        called in the eager part of a guarded call, must not unwind that part.
+        """
+        while _calls_forward_first(caller):
+            caller = cast("FrameType", caller.f_back)
+        return caller if caller.f_code is RESUME_CODE or self._calls.catch(caller.f_code) else None
+
+    def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
+        """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
+        from torch._C._autograd import _top_saved_tensors_default_hooks
+
+        if not self._gate.finished_elsewhere(frame.f_code):
+            return False
+        if _top_saved_tensors_default_hooks(True) is not None:
+            # In a checkpoint the frame must save the same tensors as in the recomputation, which is compiled.
+            return False
+        return _has_entry(converter, frame)
+
+    def _run_once_as_it_is(self, why: str) -> Any:
+        from torch._dynamo import types
+
+        self._count.excuse()
+        skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]
+        return types.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False, skip_reason=why)
+
+
+def _calls_forward_first(frame: FrameType) -> bool:
+    """Tell whether ``frame`` is ``nn.Module``'s own around a forward, and no hook stands before that."""
+    from torch.nn.modules import module
+
+    if frame.f_code.co_filename != module.__file__ or "self" not in frame.f_locals:
+        return False
+    names = ("forward_pre_hooks", "backward_pre_hooks", "backward_hooks")
+    return not any(getattr(frame.f_locals["self"], f"_{n}") or getattr(module, f"_global_{n}") for n in names)
+
+
+def _converted(convert: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Convert the frame; do it again if another thread has changed a setting that the guards look at."""
+    from torch._C._dynamo.guards import GlobalStateGuard
+
+    while True:
+        state = GlobalStateGuard()
+        try:
+            return convert(*args, **kwargs)
+        except Exception:
+            if state.check() or alone():
+                raise
+
+
+def _has_entry(callback: Any, frame: Any) -> bool:
+    """Tell whether Dynamo's cache has an entry for this frame."""
+    from torch._C._dynamo import eval_frame as c_eval_frame
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend = innermost_backend(callback)
+    get_region = getattr(c_eval_frame, "get_eval_frame_isolate_recompiles_id", lambda: -1)
+    regions = (-1, get_region())
+    return any(
+        entry.backend == backend
+        and getattr(entry, "isolate_recompiles_id", -1) in regions
+        and entry.guard_manager.check(frame.f_locals)
+        for entry in c_eval_frame._debug_get_cache_entry_list(frame.f_code)
+    )
+
+
+def _inserted(guard_manager: Any) -> Callable[[], bool]:
+    reference = weakref.ref(guard_manager)
+
+    def inserted() -> bool:
+        manager = reference()
+        return manager is None or manager.cache_entry is not None
+
+    return inserted
+
+
+class CacheOrder(PatchPoint):
+    name = "cache-order"
+    protects = "a recomputation runs another compiled variant than its forward, after other threads' new shapes (E6)"
+    upstream = "pytorch#166926; torch/csrc/dynamo/extra_state.cpp, _set_lru_cache"
+
+    def needed(self) -> bool:
+        from torch._C._dynamo import eval_frame
+
+        return hasattr(eval_frame, "_set_lru_cache")  # torch 2.10 and newer
+
+    def mismatch(self) -> str | None:
+        return None
+
+    def apply(self) -> None:
+        self._look_at_the_oldest_first(True)
+
+    def restore(self) -> None:
+        if self.active:
+            self._look_at_the_oldest_first(False)
+        super().restore()
+
+    def _look_at_the_oldest_first(self, on: bool) -> None:
+        from torch._C._dynamo import eval_frame
+
+        eval_frame._set_lru_cache(not on)  # type: ignore[attr-defined]
