@@ -556,7 +556,6 @@ def test_a_compile_after_reset_does_not_wait_for_entries_that_are_gone(monkeypat
     assert waits == []
 
 
-@pytest.mark.xfail(strict=True, reason="threads that a compile starts are not told that they belong to it")
 def test_is_compiling_is_true_in_a_helper_thread_of_the_compile() -> None:
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         assert run_threads(lambda _: torch.compiler.is_compiling(), 2) == [True, True]

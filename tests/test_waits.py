@@ -448,9 +448,6 @@ def test_threads_that_wait_for_a_slow_compile_go_on_waiting(
     assert herd_beside_a_slow_compile(lambda: wait(gate), gate.open, monkeypatch) == ([], 1)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the main thread has a name for the event, and joins the threads: it counts as a cycle"
-)
 def test_threads_go_on_waiting_also_when_the_main_thread_joins_them_and_knows_the_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -519,7 +516,6 @@ def test_is_compiling_is_false_in_a_thread_that_outlives_the_compile_which_start
     assert told == [True, False]
 
 
-@pytest.mark.xfail(strict=True, reason="a thread stays part of all that the thread which started it compiles")
 def test_is_compiling_is_false_in_a_thread_that_outlives_its_compile_during_later_compiles() -> None:
     begun, told = threading.Event(), queue.SimpleQueue[Any]()
     asked: queue.SimpleQueue[bool] = queue.SimpleQueue()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from safecompile._core.lock import _Hold
 from safecompile._core.waits import helpers, waits_for
 
 SECONDS = 30.0
@@ -250,10 +251,13 @@ def test_any_wait_of_a_thread_is_one_for_its_helpers(monkeypatch: pytest.MonkeyP
         running(lambda: wait_with_a_limit(event), event.set) as waiting,
         running(busy, lambda: done.__setitem__(0, True)) as working,
     ):
-        monkeypatch.setitem(helpers, helper.ident, waiting)
+        hold = _Hold(waiting, "waiting", 0.0, "compiling")
+        monkeypatch.setitem(helpers, helper.ident, hold)
         assert soon(lambda: waits_for(waiting, helper.ident))
         assert not waits_for(waiting, stranger.ident)
-        monkeypatch.setitem(helpers, helper.ident, working)  # but no work
+        hold.depth = 0  # it has given the lock back
+        assert not waits_for(waiting, helper.ident)
+        monkeypatch.setitem(helpers, helper.ident, _Hold(working, "working", 0.0, "compiling"))  # but it does not wait
         assert not waits_for(working, helper.ident)
     helper.end()
     stranger.end()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from safecompile._core.errors import LockTimeoutError, WaitCycleError
 from safecompile._core.stacks import stacks_of_others
-from safecompile._core.waits import waits_for
+from safecompile._core.waits import Hold, waits_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,10 +184,10 @@ class FXTraceLock:
         others = (t for t in threading.enumerate() if hold is not None and t.ident == hold.ident)
         return None if self.owned() else next(others, None)
 
-    def working(self) -> bool:
-        """Tell whether the calling thread holds the lock to do something that it has named (:meth:`doing`)."""
+    def work(self) -> Hold | None:
+        """Return that the calling thread holds the lock, if it does something with it that it has named."""
         hold = self._hold
-        return hold is not None and hold.ident == threading.get_ident() and hold.doing != _NOTHING_NAMED
+        return hold if hold is not None and self.owned() and hold.doing != _NOTHING_NAMED else None
 
     def owned_by_torch(self) -> bool:
         """Tell whether the calling thread holds the lock by way of torch's own object: it is inside a compile."""

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import concurrent.futures.thread
+import dis
+import inspect
 import queue
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, Protocol
 
 from safecompile._core.stacks import outwards, stacks_of_others
 
 __all__ = ["helpers", "waits_for"]
 
-# Threads (by ident) that run something for a thread which has started it, or submitted it, while it compiled.
-helpers: dict[int, int] = {}
 
+class Hold(Protocol):
+    """That a thread has the lock."""
+
+    ident: int
+    depth: int
+    """0 once it has given it back."""
+
+
+# Threads (by ident) that run something which another has started, or submitted, while it had the lock.
+helpers: dict[int, Hold] = {}
+
+_RUN = concurrent.futures.thread._WorkItem.run.__code__
+_SHOW_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 _WAITING = {threading.__file__, queue.__file__, concurrent.futures._base.__file__}
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _OBJECTS = (*_LOCKS, threading.Condition, threading.Event, threading.Semaphore, threading.Barrier, queue.Queue)
@@ -48,16 +61,18 @@ def _waited_for(ident: int, stacks: dict[int, list[FrameType]]) -> Iterator[int]
     top = stacks[ident][0]
     things = [thing for thing in _named(top) if _blocks(thing)]
     if top.f_code.co_filename in _WAITING:
-        yield from (helper for helper, works_for in list(helpers.items()) if works_for == ident)
+        yield from (helper for helper, hold in list(helpers.items()) if hold.depth and hold.ident == ident)
         for frame in stacks[ident]:
             if frame.f_code.co_filename not in _WAITING:
                 continue
-            for one in (frame.f_locals.get("self"), *frame.f_locals.get("fs", ())):
-                if isinstance(one, threading.Thread) and frame.f_code is threading.Thread.join.__code__:
+            variables = _variables(frame)
+            endless, futures = variables.get("timeout") is None, variables.get("fs")
+            for one in (variables.get("self"), *(futures if isinstance(futures, (list, tuple, set, dict)) else ())):
+                if isinstance(one, threading.Thread) and frame.f_code is threading.Thread.join.__code__ and endless:
                     yield one.ident or 0
                 elif isinstance(one, concurrent.futures.Future):
                     yield from (other for other, stack in stacks.items() if _runs(one, stack))
-                elif isinstance(one, _OBJECTS) and frame.f_locals.get("timeout") is None:
+                elif isinstance(one, _OBJECTS) and endless:
                     things.append(one)
     for thing in things:
         owner = _owner(thing)
@@ -69,19 +84,37 @@ def _waited_for(ident: int, stacks: dict[int, list[FrameType]]) -> Iterator[int]
 
 
 def _runs(future: Any, stack: list[FrameType]) -> bool:
-    return any(getattr(frame.f_locals.get("self"), "future", None) is future for frame in stack)
+    """Tell whether a thread is at work for a future of a pool of threads."""
+    return any(frame.f_code is _RUN and _variables(frame)["self"].future is future for frame in stack)
 
 
 def _named(frame: FrameType) -> Iterator[Any]:
     """Return what a function has a name for: its locals, the globals that it uses, and the attributes of both."""
     names = frame.f_code.co_names
-    for value in [*frame.f_locals.values(), *(frame.f_globals[name] for name in names if name in frame.f_globals)]:
+    for value in [*_variables(frame).values(), *(frame.f_globals[name] for name in names if name in frame.f_globals)]:
         yield value
         try:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
             continue
         yield from (attributes[name] for name in names if name in attributes)
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return a copy of the variables of a function, or nothing if that could be noticed."""
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED or frame.f_trace is not None or _shows_its_locals(code):
+        return {}
+    variables = dict(frame.f_locals)
+    if sys.version_info < (3, 13):
+        frame.f_locals.clear()  # the frame would keep this copy, and what is in it
+    return variables
+
+
+def _shows_its_locals(code: CodeType) -> bool:
+    if not _SHOW_LOCALS.intersection(code.co_names):
+        return False
+    return any(one.opname == "LOAD_GLOBAL" and one.argval in _SHOW_LOCALS for one in dis.get_instructions(code))
 
 
 def _blocks(thing: Any) -> bool:

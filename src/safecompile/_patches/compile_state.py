@@ -156,7 +156,9 @@ _WRAPPERS = "torch._functorch._aot_autograd.graph_capture_wrappers"
 class _Mode:
     def detect_anomaly(self, check_nan: bool) -> Any:
         """Note the stack of each backward node, which the compile shows in errors, if no other thread would do so."""
-        return torch.autograd.detect_anomaly(check_nan) if alone() else contextlib.nullcontext()
+        if alone() or torch.is_anomaly_enabled():  # the user's mode checks for nan, which the trace must not
+            return torch.autograd.detect_anomaly(check_nan)
+        return contextlib.nullcontext()
 
 
 class _AnomalyModeAlone(ast.NodeTransformer):

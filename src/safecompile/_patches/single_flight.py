@@ -92,7 +92,7 @@ class SingleFlight(PatchPoint):
         try:
             return call_back(*args, **kwargs)
         except WaitCycleError as error:
-            if error.waiter != threading.get_ident():
+            if error.waiter != threading.get_ident() or in_a_checkpoint():
                 raise
             code = args[0].f_code
             warnings.warn(
@@ -114,7 +114,7 @@ class SingleFlight(PatchPoint):
             return self._run_once_as_it_is("compiled by another thread")
         self._exit.before_compile()
         with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
-            arguments = Arguments(frame.f_locals)
+            arguments = Arguments(frame)
             try:
                 result = _converted(convert, args, kwargs)
             except Exception as error:
@@ -157,14 +157,9 @@ class SingleFlight(PatchPoint):
 
     def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
-        from torch._C._autograd import _top_saved_tensors_default_hooks
-
         if not self._gate.finished_elsewhere(frame.f_code):
             return False
-        if _top_saved_tensors_default_hooks(True) is not None:
-            # In a checkpoint the frame must save the same tensors as in the recomputation, which is compiled.
-            return False
-        return _has_entry(converter, frame)
+        return not in_a_checkpoint() and _has_entry(converter, frame)
 
     def _run_once_as_it_is(self, why: str) -> Any:
         from torch._dynamo import types
@@ -172,6 +167,13 @@ class SingleFlight(PatchPoint):
         self._count.excuse()
         skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]
         return types.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False, skip_reason=why)
+
+
+def in_a_checkpoint() -> bool:
+    """Tell whether a frame must save the same tensors as in a recomputation, which is compiled."""
+    from torch._C._autograd import _top_saved_tensors_default_hooks
+
+    return _top_saved_tensors_default_hooks(True) is not None
 
 
 def _calls_forward_first(frame: FrameType) -> bool:

@@ -29,7 +29,7 @@ from safecompile._patches.rewriting import codes_in, constant, functions_of, rew
 
 __all__ = ["EMPLOYER", "Made", "Own", "ThreadGlobals"]
 
-# The name in a thread's storage of the storage of the thread that it works for.
+# The name in a thread's storage of what it works for: another thread's hold of the lock, and that thread's storage.
 EMPLOYER = "employer"
 
 
@@ -164,12 +164,9 @@ class _Seen:
         self._local = local
 
     def __getattr__(self, name: str) -> Any:
-        values: dict[str, Any] | None = vars(self._local)
-        while values is not None:
-            if values[name]:
-                return values[name]
-            values = values.get(EMPLOYER)
-        return getattr(self._local, name)
+        own = vars(self._local)
+        hold, values = own.get(EMPLOYER) or (None, own)
+        return (values if hold is not None and hold.depth and not own[name] else own)[name]
 
 
 def _local_storage(module: ModuleType, defaults: dict[str, Any]) -> tuple[Any, Any]:
