@@ -216,3 +216,17 @@ def test_control_torch_alone_raises_its_internal_errors() -> None:
             raise SystemExit(f"{name}: no error")
         """
     ).check()
+
+
+def test_no_method_of_a_container_of_the_users_is_called() -> None:
+    class Box(dict[str, int]):
+        def items(self) -> Any:
+            raise KeyError("items")
+
+        __len__ = __iter__ = items
+
+    def use(box: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    compiled = torch.compile(use, backend="eager")
+    assert torch.equal(compiled(Box(k=3), X), X * 3)

@@ -364,3 +364,14 @@ def test_control_with_torch_alone_a_seed_is_undone() -> None:
 def test_control_with_torch_alone_the_compile_fails_or_undoes_the_setting(name: str) -> None:
     outcome, stays = set_during_a_compile(name, torch.compile)
     assert isinstance(outcome, Exception) or not stays
+
+
+def test_a_compile_under_the_users_anomaly_mode_is_right_among_threads() -> None:
+    """The trace must not look for nan in tensors that have no numbers, which that mode does."""
+    x = torch.randn(4, 4, requires_grad=True)
+    safecompile.install()
+    with another_thread(), torch.autograd.set_detect_anomaly(True):
+        torch.compile(lambda x: (x.sin() * x.exp()).sum(), backend="aot_eager", fullgraph=True)(x).backward()
+    got = x.grad
+    assert got is not None
+    torch.testing.assert_close(got, (x.cos() + x.sin()) * x.exp())

@@ -603,3 +603,49 @@ def test_control_torch_alone_tells_all_threads_and_none_by_what_they_do() -> Non
         assert told == [True], told  # in a thread that has nothing to do with the compile
         """
     ).check()
+
+
+def test_a_task_of_a_compile_may_leave_a_task_to_its_own_pool() -> None:
+    """The pool's thread is then no helper of its own."""
+    told: list[bool] = []
+    pool = ThreadPoolExecutor(1)
+    later: list[concurrent.futures.Future[None]] = []
+
+    def leave_a_task() -> None:
+        later.append(pool.submit(lambda: told.append(torch.compiler.is_compiling())))
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        pool.submit(leave_a_task).result(30)
+        return graph.forward
+
+    with pool:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+        later[0].result(30)
+    assert len(told) == 1
+
+
+def test_a_look_leaves_no_trace_in_a_functions_variables() -> None:
+    """Before Python 3.13 a frame keeps the copy of its variables that somebody has asked for."""
+    inside, go_on = threading.Event(), threading.Event()
+    changed: list[str] = []
+
+    def shows_its_locals() -> None:
+        first = locals()
+        names = list(first)
+        inside.set()
+        go_on.wait(30)
+        changed.extend(set(first) ^ set(names))
+
+    thread = threading.Thread(target=shows_its_locals)
+    thread.start()
+    assert inside.wait(30)
+    event = threading.Event()
+    waiting = threading.Thread(target=event.wait)
+    waiting.start()
+    assert waiting.ident is not None and thread.ident is not None
+    waits.waits_for(waiting.ident, thread.ident)
+    event.set()
+    go_on.set()
+    for one in (thread, waiting):
+        one.join(30)
+    assert changed == []
