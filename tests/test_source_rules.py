@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PACKAGE = ROOT / "src" / "safecompile"
 CORE = PACKAGE / "_core"
 PATCHES = PACKAGE / "_patches"
-MAX_LINES = 3050
+MAX_LINES = 3060
 TOOLS = {"testing.py"}  # stand outside
 
 PRIVATE_TORCH = re.compile(

@@ -16,6 +16,7 @@ from safecompile._core.forks import lock_across_forks
 from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
+from safecompile._patches.aot_autograd import DirectCompiles, LazyBackward
 from safecompile._patches.compile_lock import CompileLock, compile_lock
 from safecompile._patches.compile_state import AnomalyMode, CompileState
 from safecompile._patches.compiled_autograd import CompiledAutograd
@@ -24,7 +25,6 @@ from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches, LazyGraphModules
 from safecompile._patches.helper_threads import HelperThreads
 from safecompile._patches.interpreter_exit import InterpreterExit
-from safecompile._patches.lazy_backward import LazyBackward
 from safecompile._patches.per_call_settings import FullgraphCount, Stance
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.regions import TorchCheckpoint
@@ -69,6 +69,7 @@ class Patches:
             at_exit,
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
+            DirectCompiles(fx_trace_lock),
             Exports(fx),
             TorchCheckpoint(),
             CacheOrder(),

@@ -1,4 +1,4 @@
-"""Backwards, which AOTAutograd compiles when they are first called: once, under the lock."""
+"""What AOTAutograd compiles by itself, under the lock: backwards, once, and graphs that are given to it directly."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.point import PatchPoint
+from safecompile._patches.rewriting import copy_of, redirecting
 
-__all__ = ["LazyBackward"]
+__all__ = ["DirectCompiles", "LazyBackward"]
 
 
 class LazyBackward(PatchPoint):
@@ -59,3 +60,35 @@ class LazyBackward(PatchPoint):
             return dataclasses.replace(value, bw_compiler=compile_once)
 
         return post_compile(*map(once, args), **{name: once(value) for name, value in kwargs.items()})
+
+
+class DirectCompiles(PatchPoint):
+    name = "direct-compiles"
+    protects = (
+        '"Duplicate pattern" and other errors of graphs that threads give to AOTAutograd or Inductor directly (E3)'
+    )
+    upstream = "torch/_functorch/aot_autograd.py, aot_module_simplified; torch/_inductor/compile_fx.py"
+
+    def __init__(self, lock: FXTraceLock) -> None:
+        super().__init__()
+        self._lock = lock
+
+    def mismatch(self) -> str | None:
+        from torch._functorch import aot_autograd
+
+        has = hasattr(aot_autograd, "aot_module_simplified")
+        return None if has else "torch._functorch.aot_autograd has no aot_module_simplified"
+
+    def apply(self) -> None:
+        from torch._functorch import aot_autograd
+
+        compile_graph: Any = aot_autograd.aot_module_simplified
+        original = copy_of(compile_graph)
+
+        def compile_alone(*args: Any, **kwargs: Any) -> Any:
+            if self._lock.work() is not None:  # by way of Dynamo
+                return original(*args, **kwargs)
+            with self._lock, self._lock.doing("compiling a graph"):
+                return original(*args, **kwargs)
+
+        self.recode(compile_graph, redirecting(compile_alone))
