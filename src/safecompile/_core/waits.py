@@ -85,7 +85,8 @@ def _waited_for(ident: int, stacks: dict[int, list[FrameType]]) -> Iterator[int]
 
 def _runs(future: Any, stack: list[FrameType]) -> bool:
     """Tell whether a thread is at work for a future of a pool of threads."""
-    return any(frame.f_code is _RUN and _variables(frame)["self"].future is future for frame in stack)
+    tasks = (_variables(frame).get("self") for frame in stack if frame.f_code is _RUN)
+    return any(getattr(task, "future", None) is future for task in tasks)
 
 
 def _named(frame: FrameType) -> Iterator[Any]:
