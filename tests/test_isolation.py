@@ -667,7 +667,7 @@ def test_a_users_lock_and_an_export_that_takes_it_do_not_deadlock() -> None:
 def test_control_a_trace_under_the_compile_lock_deadlocks_with_a_users_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     safecompile.install()
     monkeypatch.setattr(fx_trace_lock, "limit", 0.5)
-    with pytest.raises(AssertionError, match="LockTimeoutError"):
+    with pytest.raises(AssertionError, match="LockTimeoutError|runs eagerly, this once"):
         user_lock_schedule(LOCK_TRACES["symbolic_trace"], around=fx_trace_lock)
 
 
@@ -685,7 +685,7 @@ def test_a_first_guarded_call_in_the_middle_of_a_trace_is_right_and_so_is_the_tr
     with nothing_left_behind(), held_trace(trace, model) as held:
         first = threading.Thread(target=lambda: got.append(call(example())), daemon=True)
         first.start()
-        while not safecompile.statistics().patches[-1].installed:
+        while not {p.name: p.installed for p in safecompile.statistics().patches}["compiled-autograd"]:  # the last one
             first.join(0.001)  # until the call is in the middle of the installation, and waits for the trace
         assert rows(held.finish()) == wanted
         first.join(60)
