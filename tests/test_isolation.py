@@ -667,7 +667,7 @@ def test_a_users_lock_and_an_export_that_takes_it_do_not_deadlock() -> None:
 def test_control_a_trace_under_the_compile_lock_deadlocks_with_a_users_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     safecompile.install()
     monkeypatch.setattr(fx_trace_lock, "limit", 0.5)
-    with pytest.raises(AssertionError, match="LockTimeoutError|runs eagerly, this once"):
+    with pytest.raises(AssertionError, match=r"LockTimeoutError|runs eagerly, this once"):
         user_lock_schedule(LOCK_TRACES["symbolic_trace"], around=fx_trace_lock)
 
 
