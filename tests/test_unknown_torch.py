@@ -17,7 +17,7 @@ from safecompile import PatchMismatchError, fx_trace_lock, thread_safe_compile
 from safecompile._patches import patches
 from tests.helpers import torch_state
 from tests.helpers.backends import CountingBackend
-from tests.helpers.threads import run_threads
+from tests.helpers.threads import run_threads, wait_until
 from tests.helpers.tracing import TRACES, Model, example, held_trace, rows
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -111,15 +111,6 @@ def test_nothing_takes_turns_on_a_torch_that_every_point_matches() -> None:
 
 
 # --- turns
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    pause = threading.Event()
-    for _ in range(int(SECONDS * 1000)):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise TimeoutError("the condition did not become true")
 
 
 def waiters() -> set[str]:

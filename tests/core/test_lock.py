@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import safecompile
 from safecompile._core import lock as lock_module
 from safecompile._core.lock import FXTraceLock, RawLock
-from tests.helpers.threads import run_threads, switch_interval
+from tests.helpers.threads import run_threads, switch_interval, wait_until
 
 SECONDS = 30.0
 
@@ -46,15 +46,6 @@ def held(raw: Any) -> bool:
 
     (answer,) = run_threads([try_it])
     return answer
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    pause = threading.Event()
-    for _ in range(int(SECONDS * 1000)):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise TimeoutError("the condition did not become true")
 
 
 @contextmanager

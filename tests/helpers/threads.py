@@ -143,3 +143,13 @@ def _tracebacks(errors: dict[int, BaseException]) -> str:
     return "\n".join(
         f"worker-{index}:\n{''.join(traceback.format_exception(error))}" for index, error in errors.items()
     )
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait until the condition is true, looking a thousand times a second."""
+    pause = threading.Event()
+    for _ in range(int(seconds * 1000)):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise TimeoutError("the condition did not become true")

@@ -16,6 +16,7 @@ import torch
 from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import (
+    Instead,
     codes_in,
     constant,
     copy_of,
@@ -144,7 +145,7 @@ class AnomalyMode(PatchPoint):
 
     def apply(self) -> None:
         module = importlib.import_module(_WRAPPERS)
-        changed = rewritten(module, ["detect_anomaly"], _AnomalyModeAlone())
+        changed = rewritten(module, ["detect_anomaly"], Instead("torch.autograd.detect_anomaly", "mode"))
         for function in functions_of(module):
             if any("detect_anomaly" in code.co_names for code in codes_in(function.__code__)):
                 self.recode(function, with_constants(changed(function.__code__), mode=_Mode()))
@@ -159,12 +160,3 @@ class _Mode:
         if alone() or torch.is_anomaly_enabled():  # the user's mode checks for nan, which the trace must not
             return torch.autograd.detect_anomaly(check_nan)
         return contextlib.nullcontext()
-
-
-class _AnomalyModeAlone(ast.NodeTransformer):
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        if ast.unparse(node) == "torch.autograd.detect_anomaly":
-            node.value = ast.copy_location(ast.Constant(constant("mode")), node)
-        else:
-            self.generic_visit(node)
-        return node

@@ -15,7 +15,7 @@ import torch
 
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.point import PatchPoint
-from safecompile._patches.rewriting import codes_in, constant, parsed, rewritten, with_constants
+from safecompile._patches.rewriting import Instead, codes_in, constant, parsed, rewritten, with_constants
 
 __all__ = ["CompiledCalls"]
 
@@ -84,7 +84,11 @@ class CompiledCalls(PatchPoint):
         if self.codes:
             return
         constants = {"gate": self._gate, "look_again": LookAgain, "compiler": _Compiler()}
-        changed = rewritten(eval_frame, ["class _TorchDynamoContext", "class DisableContext"], _CallAgain())
+        changed = rewritten(
+            eval_frame,
+            ["class _TorchDynamoContext", "class DisableContext"],
+            _CallAgain("torch.compiler.is_exporting", "compiler"),
+        )
         for code in codes_in(eval_frame._TorchDynamoContext.__call__.__code__):
             if code.co_name in _CallAgain.names and changed(code).co_freevars == code.co_freevars:
                 for codes, patches in ((self._guarded, self._patches), (self._plain, _Waits(self._patches))):
@@ -102,7 +106,7 @@ class _Compiler:
     is_exporting = staticmethod(getattr(torch.compiler, "is_exporting", bool))  # not in torch 2.6
 
 
-class _CallAgain(ast.NodeTransformer):
+class _CallAgain(Instead, ast.NodeTransformer):
     """Puts a loop around the body of the wrapper."""
 
     names = ("compile_wrapper", "_fn")  # in newer and in older torch
@@ -121,13 +125,6 @@ while True:
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         self._compiles = node.name == "_TorchDynamoContext"
         self.generic_visit(node)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        if ast.unparse(node) == "torch.compiler.is_exporting":
-            node.value = ast.copy_location(ast.Constant(constant("compiler")), node)
-        else:
-            self.generic_visit(node)
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:

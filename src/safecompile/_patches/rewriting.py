@@ -11,6 +11,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 __all__ = [
+    "Instead",
     "codes_in",
     "constant",
     "copy_of",
@@ -105,6 +106,21 @@ def with_constants(code: CodeType, **objects: Any) -> CodeType:
         return with_constants(value, **objects) if isinstance(value, CodeType) else value
 
     return code.replace(co_consts=tuple(put(value) for value in code.co_consts))
+
+
+class Instead(ast.NodeTransformer):
+    """Looks up an attribute of an object of ours where code has one of torch's with this text, ``owner.name``."""
+
+    def __init__(self, text: str, name: str) -> None:
+        """``name`` is the object's, as for :func:`constant`."""
+        self._text, self._name = text, name
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if ast.unparse(node) == self._text:
+            node.value = ast.copy_location(ast.Constant(constant(self._name)), node)
+        else:
+            self.generic_visit(node)
+        return node
 
 
 def redirecting(target: Callable[..., Any]) -> CodeType:
