@@ -178,11 +178,11 @@ class FXTraceLock:
         hold = self._hold
         return hold is not None and hold.ident == threading.get_ident()
 
-    def holder(self) -> threading.Thread | None:
-        """Return the thread that holds the lock; the calling thread counts as none."""
+    def others(self) -> set[threading.Thread]:
+        """Return the threads that hold the lock or wait for it, without the calling one."""
         hold = self._hold
-        others = (t for t in threading.enumerate() if hold is not None and t.ident == hold.ident)
-        return None if self.owned() else next(others, None)
+        idents = {*list(self._waiting), hold.ident if hold else None} - {threading.get_ident()}
+        return {thread for thread in threading.enumerate() if thread.ident in idents}
 
     def work(self) -> Hold | None:
         """Return that the calling thread holds the lock, if it does something with it that it has named."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures.process  # noqa: F401  Inductor imports it, and it cannot be imported while the interpreter ends
+import ctypes
 import threading
 import time
 import traceback
@@ -18,8 +19,8 @@ from safecompile._patches.point import PatchPoint
 
 __all__ = ["InterpreterExit"]
 
-# Seconds that a compile in a daemon thread, which the interpreter would end anywhere, gets to end by itself.
-DAEMONS_LIMIT = 5.0
+# Seconds that a daemon thread in a compile gets to end: a C++ compiler that it waits for comes first.
+DAEMONS_LIMIT = 60.0
 
 
 class InterpreterExit(PatchPoint):
@@ -41,25 +42,45 @@ class InterpreterExit(PatchPoint):
             threading._register_atexit(self._wait)  # type: ignore[attr-defined]  # called before pools are shut down
 
     def _wait(self) -> None:
-        """Let compiles end that need a pool."""
+        """Let compiles end that need a pool, and daemon threads that compile end at once.
+
+        The interpreter would end a daemon where it next takes the interpreter lock; below C++ frames of torch that
+        aborts the process.
+        """
         if not self.active:
             return
         self._exiting = True
         self.wrap(threading, "excepthook", _report_unless_ending)
         start = time.monotonic()
-        while (holder := self._lock.holder()) is not None and holder.is_alive():
-            if time.monotonic() - start > (DAEMONS_LIMIT if holder.daemon else self._lock.limit):
+        ending: set[threading.Thread] = set()
+        while threads := {thread for thread in self._lock.others() | ending if thread.is_alive()}:
+            limits = {DAEMONS_LIMIT if thread.daemon else self._lock.limit for thread in threads}
+            if time.monotonic() - start > max(limits):
                 break
+            for thread in {thread for thread in threads if thread.daemon} - ending:
+                ending.add(thread)
+                _raise_in(thread, SystemExit)
             time.sleep(0.001)
 
     def before_compile(self) -> None:
-        """Let what the calling thread compiles do without a pool, if there is none any more."""
+        """Let what the calling thread compiles do without a pool, if there is none any more.
+
+        Raises:
+            SystemExit: the interpreter ends, and the calling thread is a daemon.
+        """
         if self._exiting:
+            if threading.current_thread().daemon:
+                raise SystemExit
             from torch._inductor.async_compile import AsyncCompile
 
             if not isinstance(AsyncCompile.submit, wrapt.BoundFunctionWrapper):
                 self.wrap(AsyncCompile, "submit", lambda _, __, args, ___: _Later(args[0]))
                 self.wrap(AsyncCompile, "use_process_pool", lambda *_: False)
+
+
+def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Raise an exception in another thread, as soon as it runs Python code."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
 
 
 def _report_unless_ending(report: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
