@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "safecompile"
 CORE = PACKAGE / "_core"
 PATCHES = PACKAGE / "_patches"
 MAX_LINES = 3060
-TOOLS = {"testing.py"}  # stand outside
+TOOLS = {"__main__.py"}  # stand outside, as testing and doctor do
 
 PRIVATE_TORCH = re.compile(
     r"""\btorch(?:\.\w+)*\._(?!_)\w+                                  # torch._C, torch.fx._symbolic_trace
