@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 PACKAGE = ROOT / "src" / "safecompile"
 CORE = PACKAGE / "_core"
 PATCHES = PACKAGE / "_patches"
-MAX_LINES = 3060
+MAX_LINES = 3290
 TOOLS = {"__main__.py"}  # stand outside, as testing and doctor do
+# What the doctor's programs show, users meet under these names, and there are no others.
+SHOW_PRIVATE_NAMES = {
+    "src/safecompile/doctor/programs/e10_compiled_autograd.py",
+    "src/safecompile/doctor/programs/s10_configuration_elsewhere.py",
+}
 
 PRIVATE_TORCH = re.compile(
     r"""\btorch(?:\.\w+)*\._(?!_)\w+                                  # torch._C, torch.fx._symbolic_trace
@@ -69,7 +74,7 @@ def test_private_torch_names_stand_in_the_patch_layer_only() -> None:
         for path in modules(PACKAGE)
         if PATCHES not in path.parents and (lines := private_torch_names(path.read_text()))
     }
-    assert found == {}
+    assert found.keys() == SHOW_PRIVATE_NAMES, found
 
 
 def test_the_core_imports_no_torch() -> None:
