@@ -87,17 +87,19 @@ def watched(
             return work()
         compile_ = replace(compile_, thread=threading.current_thread().name, reasons=reasons())
         start = time.perf_counter()
+
+        def tell(error: str | None = None) -> None:
+            ended = replace(compile_, seconds=time.perf_counter() - start, error=error)
+            for subscriber in told:
+                subscriber(ended)
+
         try:
             result = work()
         except BaseException as error:
-            text = " ".join(f"{type(error).__name__}: {error}".splitlines()[:2])
-            compile_ = replace(compile_, error=text)
+            tell(" ".join(f"{type(error).__name__}: {error}".splitlines()[:2]))
             raise
-        finally:
-            compile_ = replace(compile_, seconds=time.perf_counter() - start)
-            if compile_.error is not None or made(result):
-                for subscriber in told:
-                    subscriber(compile_)
+        if made(result):
+            tell()
         return result
     finally:
         _current = before

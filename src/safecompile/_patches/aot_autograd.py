@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
+
+import safecompile
+from safecompile._core.events import Compile, current, watched
 from safecompile._core.lock import FXTraceLock
+from safecompile._core.stacks import outwards
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
 
 __all__ = ["DirectCompiles", "LazyBackward"]
+
+
+_FORWARD = "safecompile_forward"
 
 
 class LazyBackward(PatchPoint):
@@ -32,6 +44,7 @@ class LazyBackward(PatchPoint):
         from torch._functorch._aot_autograd import runtime_wrappers
 
         if hasattr(runtime_wrappers, "_AutogradBackwardCompiler"):
+            self.wrap(runtime_wrappers._AutogradBackwardCompiler, "__init__", self._note_forward)
             self.wrap(runtime_wrappers._AutogradBackwardCompiler, "get_or_compile", self._get_or_compile)
         else:  # torch 2.12 and older
             self.wrap(runtime_wrappers.AOTDispatchAutograd, "post_compile", self._post_compile)
@@ -39,9 +52,16 @@ class LazyBackward(PatchPoint):
     def _get_or_compile(self, compile_it: Callable[..., Any], compiler: Any, args: Any, kwargs: Any) -> Any:
         if compiler.compiled_bw is not None:
             return compiler.compiled_bw
-        # Only the compile is under the lock, not the backward; torch looks again under it.
+        # Only the compile is under the lock, not the backward.
         with self._lock, self._lock.doing("compiling a backward"):
-            return compile_it(*args, **kwargs)
+            known = vars(compiler)
+            if known["compiled_bw"] is not None:  # by another thread, meanwhile
+                return known["compiled_bw"]
+            return _backward(known.get(_FORWARD), lambda: compile_it(*args, **kwargs))
+
+    def _note_forward(self, init: Callable[..., None], compiler: Any, args: Any, kwargs: Any) -> None:
+        init(*args, **kwargs)
+        vars(compiler)[_FORWARD] = current()
 
     def _post_compile(self, post_compile: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         """Give the function that is being made a backward compiler that compiles once; torch does not look again."""
@@ -50,16 +70,22 @@ class LazyBackward(PatchPoint):
             if getattr(value, "bw_compiler", None) is None:
                 return value
             done: list[Any] = []
+            forward = current()
 
             def compile_once(*args: Any, **kwargs: Any) -> Any:
                 with self._lock, self._lock.doing("compiling a backward"):
                     if not done:
-                        done.append(value.bw_compiler(*args, **kwargs))
+                        done.append(_backward(forward, lambda: value.bw_compiler(*args, **kwargs)))
                     return done[0]
 
-            return dataclasses.replace(value, bw_compiler=compile_once)
+            return replace(value, bw_compiler=compile_once)
 
         return post_compile(*map(once, args), **{name: once(value) for name, value in kwargs.items()})
+
+
+def _backward(forward: Compile | None, work: Callable[[], Any]) -> Any:
+    forward = forward or Compile("forward", "a graph", "<unknown>", 0)
+    return watched(replace(forward, kind="backward"), work, reasons=lambda: ("first backward through its forward",))
 
 
 class DirectCompiles(PatchPoint):
@@ -89,6 +115,17 @@ class DirectCompiles(PatchPoint):
             if self._lock.work() is not None:  # by way of Dynamo
                 return original(*args, **kwargs)
             with self._lock, self._lock.doing("compiling a graph"):
-                return original(*args, **kwargs)
+                return watched(
+                    _given_by(outwards(sys._getframe(1))),
+                    lambda: original(*args, **kwargs),
+                    reasons=lambda: ("given to the compiler directly",),
+                )
 
         self.recode(compile_graph, redirecting(compile_alone))
+
+
+def _given_by(frames: Iterable[FrameType]) -> Compile:
+    """Describe a graph by the function, not of torch, that gives it to a compiler."""
+    ours = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, safecompile.__file__))
+    frame = next(frame for frame in frames if not frame.f_code.co_filename.startswith(ours) or frame.f_back is None)
+    return Compile("graph", frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno)

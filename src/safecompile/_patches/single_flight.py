@@ -14,14 +14,17 @@ from typing import Any, cast
 import torch
 
 from safecompile._core.errors import WaitCycleError
+from safecompile._core.events import watched
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.arguments import Arguments
+from safecompile._patches.cache_entries import entries
 from safecompile._patches.company import alone
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.interpreter_exit import InterpreterExit
 from safecompile._patches.per_call_settings import FullgraphCount
 from safecompile._patches.point import PatchPoint
+from safecompile._patches.reasons import described, reasons
 from safecompile._patches.resume_functions import RESUME_CODE
 
 __all__ = ["CacheOrder", "SingleFlight"]
@@ -114,15 +117,13 @@ class SingleFlight(PatchPoint):
             return self._run_once_as_it_is("compiled by another thread")
         self._exit.before_compile()
         with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
-            arguments = Arguments(frame)
-            try:
-                result = _converted(convert, args, kwargs)
-            except Exception as error:
-                blamed = arguments.blame(error, code.co_name)
-                if blamed is None:
-                    raise
-                raise blamed from error
-        entry = getattr(result, "guarded_code", None)
+            result = watched(
+                described(code),
+                lambda: _blamed(convert, args, kwargs),
+                reasons=lambda: reasons(converter, frame),
+                made=lambda result: getattr(result, "guarded_code", result),
+            )
+        entry = getattr(result, "guarded_code", result)  # older torch returns the entry itself
         self._keep(code, getattr(entry, "code", None))
         if entry is not None:
             self._gate.finish(code, _inserted(entry.guard_manager))
@@ -186,6 +187,18 @@ def _calls_forward_first(frame: FrameType) -> bool:
     return not any(getattr(frame.f_locals["self"], f"_{n}") or getattr(module, f"_global_{n}") for n in names)
 
 
+def _blamed(convert: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Convert the frame, and say so if an argument that another thread has changed made that fail."""
+    arguments = Arguments(args[0])
+    try:
+        return _converted(convert, args, kwargs)
+    except Exception as error:
+        blamed = arguments.blame(error, args[0].f_code.co_name)
+        if blamed is None:
+            raise
+        raise blamed from error
+
+
 def _converted(convert: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Convert the frame; do it again if another thread has changed a setting that the guards look at."""
     from torch._C._dynamo.guards import GlobalStateGuard
@@ -201,18 +214,7 @@ def _converted(convert: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _has_entry(callback: Any, frame: Any) -> bool:
     """Tell whether Dynamo's cache has an entry for this frame."""
-    from torch._C._dynamo import eval_frame as c_eval_frame
-    from torch._dynamo.eval_frame import innermost_backend
-
-    backend = innermost_backend(callback)
-    get_region = getattr(c_eval_frame, "get_eval_frame_isolate_recompiles_id", lambda: -1)
-    regions = (-1, get_region())
-    return any(
-        entry.backend == backend
-        and getattr(entry, "isolate_recompiles_id", -1) in regions
-        and entry.guard_manager.check(frame.f_locals)
-        for entry in c_eval_frame._debug_get_cache_entry_list(frame.f_code)
-    )
+    return any(entry.guard_manager.check(frame.f_locals) for entry in entries(callback, frame))
 
 
 def _inserted(guard_manager: Any) -> Callable[[], bool]:

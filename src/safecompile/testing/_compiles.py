@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from safecompile._core.errors import SafeCompileError, UnsupportedCallableError
 from safecompile._core.events import Compile, subscribe, unsubscribe
@@ -45,7 +45,8 @@ def max_compiles(n: int) -> MaxCompiles:
         PatchesInUseError: the block begins inside a trace or compile that began without the patches.
         UnsupportedCallableError: what is decorated is a class, or a coroutine or generator function.
     """
-    if not isinstance(n, int) or isinstance(n, bool):
+    given: object = n
+    if not isinstance(given, int) or isinstance(given, bool):
         raise TypeError(f"max_compiles takes the number of compiles that are allowed, e.g. max_compiles(1), not {n!r}.")
     if n < 0:
         raise ValueError(f"max_compiles takes 0 or more compiles, not {n}.")
@@ -93,7 +94,7 @@ class MaxCompiles:
 
     def __call__(self, function: _F) -> _F:
         """Decorate a function, also a method: each call is a block of its own."""
-        return _decorate(self._n, function)
+        return cast("_F", _decorate(self._n, function))
 
 
 def _decorate(n: int, function: Any) -> Any:

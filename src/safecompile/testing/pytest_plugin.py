@@ -16,7 +16,7 @@ __all__ = ["max_compiles", "no_compiles"]
 
 @pytest.fixture
 def max_compiles() -> Callable[[int], testing.MaxCompiles]:
-    """Give the function of :mod:`safecompile.testing`, for ``with max_compiles(1):`` in the test."""
+    """Make a limit for a part of the test: call it with how many compiles are allowed, in a ``with`` statement."""
     return testing.max_compiles
 
 
