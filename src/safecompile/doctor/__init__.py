@@ -99,9 +99,8 @@ def examine_patches(*, limit: float = 60.0) -> list[PatchPoint]:
 
 def versions() -> Versions:
     """Return the versions that a report is about."""
-    return Versions(
-        torch.__version__,
-        platform.python_version(),
-        platform.platform(),
-        importlib.metadata.version("safecompile"),
-    )
+    try:
+        own = importlib.metadata.version("safecompile")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed, but imported from its source"
+    return Versions(torch.__version__, platform.python_version(), platform.platform(), own)

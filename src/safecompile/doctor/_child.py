@@ -35,26 +35,24 @@ def main() -> None:
 
 def run(module: str, *, library: bool) -> dict[str, str]:
     """Run a program and tell how it ended."""
-    from safecompile.doctor import _program as program
+    described = importlib.import_module(module).run
+    from safecompile.doctor._program import Case, FaultError, HangError, NotApplicableError, first_line
 
-    faults = {
-        program.FaultError: "fault",
-        program.HangError: "hang",
-        program.NotApplicableError: "not applicable",
-    }
     try:
-        described = importlib.import_module(module).run
         check_needs(described.needs)
         if library:
             import safecompile
 
             safecompile.install()
-        text = described.run(program.Case(library=library))
-    except tuple(faults) as error:
-        return {"outcome": faults[type(error)], "detail": str(error)}
+        return {"outcome": "healthy", "detail": described.run(Case(library=library)) or ""}
+    except FaultError as error:
+        return {"outcome": "fault", "detail": str(error)}
+    except HangError as error:
+        return {"outcome": "hang", "detail": str(error)}
+    except NotApplicableError as error:
+        return {"outcome": "not applicable", "detail": str(error)}
     except BaseException as error:
-        return {"outcome": "error", "detail": program.first_line(error), "output": traceback.format_exc()}
-    return {"outcome": "healthy", "detail": text or ""}
+        return {"outcome": "error", "detail": first_line(error), "output": traceback.format_exc()}
 
 
 def check_needs(needs: str | None) -> None:

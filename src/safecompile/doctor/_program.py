@@ -82,6 +82,15 @@ class Case:
 
         return torch_checkpoint(function, *args, use_reentrant=False)
 
+    def reset(self) -> None:
+        """Forget all that is compiled."""
+        if self.library:
+            from safecompile import reset
+
+            reset()
+        else:
+            torch.compiler.reset()
+
     def carry(self) -> Callable[..., Any]:
         """Return what calls a function in a worker: under the calling thread's ``capture_context``, or plainly."""
         if self.library:
