@@ -11,7 +11,7 @@ import pytest
 
 from safecompile import testing
 
-__all__ = ["max_compiles", "no_compiles"]
+__all__ = ["max_compiles", "no_compiles", "pytest_runtest_call"]
 
 
 @pytest.fixture
@@ -38,6 +38,7 @@ def no_compiles(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Count while a test runs that has ``no_compiles``."""
     if "no_compiles" not in getattr(item, "fixturenames", ()):
         return (yield)
     # Around the call and not in the fixture: the test fails itself, and its own exception wins.
