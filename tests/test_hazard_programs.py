@@ -19,6 +19,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from tests.helpers.backends import CountingBackend
 from tests.helpers.threads import gather_threads
+from tests.helpers.tracing import is_exporting
 
 if sys.argv[1] == "library":
     import safecompile
@@ -164,7 +165,7 @@ PROGRAMS = {
         backend.release.set()
         compiling.join()
         def look():
-            if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            if torch.compiler.is_compiling() or is_exporting():
                 fault("is_compiling or is_exporting beside an export")
         in_the_middle_of(lambda m: torch.export.export(Unlocked(m), (x,), strict=False), Stops(), look)
     """,

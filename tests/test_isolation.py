@@ -23,7 +23,7 @@ from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
-from tests.helpers.tracing import TRACES, Block, BlockTracer, Held, Model, example, held_trace, rows
+from tests.helpers.tracing import TRACES, Block, BlockTracer, Held, Model, example, held_trace, is_exporting, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def nothing_left_behind() -> Iterator[None]:
 def flags() -> tuple[bool, ...]:
     return (
         torch.compiler.is_compiling(),
-        torch.compiler.is_exporting(),
+        is_exporting(),
         torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
     )
 
@@ -191,7 +191,7 @@ CONTROL = """
 import json
 import torch
 from tests.helpers.backends import CountingBackend
-from tests.helpers.tracing import TRACES, Model, example, held_trace, rows
+from tests.helpers.tracing import TRACES, Model, example, held_trace, is_exporting, rows
 
 report = {}
 for name, trace in TRACES.items():
@@ -213,7 +213,7 @@ for name, trace in TRACES.items():
     with held_trace(trace, model) as held:
         attempt("eager", lambda: model(example()))
         attempt("compiled", lambda: call(example()))
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() or is_exporting():
             faults.append("flags")
     if isinstance(held.outcome, BaseException) or rows(held.outcome) != alone:
         faults.append("graph")
@@ -810,24 +810,36 @@ def test_loops_of_exports_beside_loops_of_calls(same: bool) -> None:
 
 
 STRICT_EXPORT = """
-import threading
+import sys, threading
 import torch
 import safecompile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.tracing import example, rows
 from tests.helpers.threads import run_threads, switch_interval
 
-def Model():
-    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x).relu()
 
 def export(model):
-    return rows(torch.export.export(model, (example(),), strict=True).graph)
+    if what == "model":
+        return rows(torch.export.export(model, (example(),), strict=True).graph)
+    return rows(torch._dynamo.export(model.forward)(example()).graph_module.graph)
 
+how, what = sys.argv[1:]
 wanted, model, other, done = export(Model()), Model(), Model(), threading.Event()
 want, backend = model(example()), CountingBackend()
-safecompile.install()
-call = safecompile.thread_safe_compile(lambda x: model(x), backend=backend, fullgraph=True)
+if how == "library":
+    safecompile.install()
+call = torch.compile(model, backend=backend, fullgraph=True)
 call(example())
+if how == "alone":
+    export(other)
+    call(example())
+    sys.exit(f"compiled {backend.count} times")
 
 def calls():
     while not done.is_set():
@@ -846,5 +858,11 @@ assert backend.count == 1, backend.count
 """
 
 
-def test_a_strict_export_of_another_model_costs_compiled_calls_nothing() -> None:
-    run_forked(STRICT_EXPORT).check()
+@pytest.mark.parametrize("what", ["model", "method"])
+def test_a_strict_export_of_the_same_code_costs_compiled_calls_nothing(what: str) -> None:
+    run_forked(STRICT_EXPORT, ["library", what]).check()
+
+
+@pytest.mark.parametrize("what", ["model", "method"])
+def test_control_with_torch_alone_a_strict_export_frees_what_is_compiled(what: str) -> None:
+    assert "compiled 2 times" in run_forked(STRICT_EXPORT, ["alone", what]).stderr

@@ -27,7 +27,7 @@ from torch import Tensor
 import safecompile
 from tests.helpers.threads import gather_threads, switch_interval
 from tests.helpers.torch_state import changes, snapshot
-from tests.helpers.tracing import TRACES, example, rows
+from tests.helpers.tracing import TRACES, example, is_exporting, rows
 
 THREADS = 8
 # Past the end, until each thread has ended what it was doing.
@@ -360,7 +360,7 @@ class Worker:
             self.check(forward_and_backward(MODEL, size), "eager", size)
         flags = (
             torch.compiler.is_compiling(),
-            torch.compiler.is_exporting(),
+            is_exporting(),
             torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
         )
         if any(flags):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ import torch.fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 SECONDS = 60.0
+
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6
 
 
 class Pause:
@@ -49,7 +52,7 @@ class Block(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.full((width,), 0.5))
 
     def forward(self, x: Any) -> Any:
-        if isinstance(x, torch.fx.Proxy) or torch.compiler.is_exporting():
+        if isinstance(x, torch.fx.Proxy) or is_exporting():
             pause()
         return torch.relu(self.linear(x)) * self.scale * math.sqrt(4.0)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["entries"]
+__all__ = ["entries", "remember"]
+
+# By the guard manager, for torch 2.6, whose entries do not tell.
+_backends: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def entries(callback: Any, frame: Any) -> Iterator[Any]:
@@ -16,8 +20,14 @@ def entries(callback: Any, frame: Any) -> Iterator[Any]:
     get_region = getattr(eval_frame, "get_eval_frame_isolate_recompiles_id", lambda: -1)
     regions = (-1, get_region())
     for entry in eval_frame._debug_get_cache_entry_list(frame.f_code):
-        if entry.backend == backend and getattr(entry, "isolate_recompiles_id", -1) in regions:
+        made_by = getattr(entry, "backend", None) or _backends.get(entry.guard_manager)
+        if made_by == backend and getattr(entry, "isolate_recompiles_id", -1) in regions:
             yield entry
+
+
+def remember(guard_manager: Any, callback: Any) -> None:
+    """Note which backend an entry is from that is about to be made."""
+    _backends[guard_manager] = _backend(callback)
 
 
 def _backend(callback: Any) -> Any:

@@ -9,6 +9,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from safecompile._patches.fx import FXPatches
 from safecompile._patches.generators import tensors_in
 from safecompile._patches.point import PatchPoint
+from safecompile._patches.rewriting import copy_of
 
 __all__ = ["Exports"]
 
@@ -25,8 +27,11 @@ _MAX, _MIN = max, min
 
 class Exports(PatchPoint):
     name = "exports"
-    protects = "a model that is exported has fake parameters for other threads; a strict export resets Dynamo (E3)"
-    upstream = "torch/export/_trace.py, _non_strict_export"
+    protects = (
+        "a model that is exported has fake parameters for other threads (E3); a strict export frees what compiled calls of "
+        "the same code use (C2)"
+    )
+    upstream = "torch/export/_trace.py, _non_strict_export; torch/_dynamo/eval_frame.py, export and remove_from_cache"
 
     def __init__(self, fx: FXPatches) -> None:
         super().__init__()
@@ -41,6 +46,7 @@ class Exports(PatchPoint):
         import torch.export._trace
 
         self.wrap(torch.export._trace, "_export", self._export)
+        self.wrap(torch._dynamo, "export", self._export_with_dynamo)
         if hasattr(torch.export._trace, "_override_builtin_ops"):
             self.wrap(torch.export._trace, "_override_builtin_ops", self._override_builtins)
 
@@ -65,6 +71,28 @@ class Exports(PatchPoint):
             return export(_copy_of(mod) if threading.active_count() > 1 else mod, *args, **kwargs)
 
         return copied(*args, **kwargs)
+
+    def _export_with_dynamo(self, export: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        """Export a function with code of its own: what Dynamo keeps of that code is freed before and after."""
+
+        def owning(f: Any, *args: Any, **kwargs: Any) -> Any:
+            return export(_with_code_of_its_own(f) if threading.active_count() > 1 else f, *args, **kwargs)
+
+        return owning(*args, **kwargs)
+
+
+def _with_code_of_its_own(function: Any) -> Any:
+    """Return a copy of a function, a bound method, or a module around the same parameters and submodules."""
+    if isinstance(function, FunctionType):
+        function = copy_of(function)
+        function.__code__ = function.__code__.replace()
+    elif isinstance(function, MethodType):
+        function = MethodType(_with_code_of_its_own(function.__func__), function.__self__)
+    elif isinstance(function, torch.nn.Module) and isinstance(function.forward, MethodType):
+        forward = _with_code_of_its_own(function.forward.__func__)
+        function = copy.copy(function)
+        function.forward = MethodType(forward, function)
+    return function
 
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -18,7 +18,7 @@ from safecompile._core.events import watched
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.arguments import Arguments
-from safecompile._patches.cache_entries import entries
+from safecompile._patches.cache_entries import entries, remember
 from safecompile._patches.company import alone
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.interpreter_exit import InterpreterExit
@@ -57,12 +57,13 @@ class SingleFlight(PatchPoint):
         self._most_codes = 64
 
     def mismatch(self) -> str | None:
-        from torch._dynamo import convert_frame, eval_frame
+        from torch._C._dynamo import eval_frame
+        from torch._dynamo import convert_frame
 
         for owner, name in (
             (convert_frame, "CatchErrorsWrapper"),
             (convert_frame, "ConvertFrameAssert"),
-            (eval_frame, "innermost_backend"),
+            (eval_frame, "_debug_get_cache_entry_list"),
         ):
             if not hasattr(owner, name):
                 return f"{owner.__name__} has no {name}"
@@ -79,7 +80,8 @@ class SingleFlight(PatchPoint):
         self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
 
     def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_exporting() and threading.active_count() > 1:
+        exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # older torch has one of them
+        if exporting() and threading.active_count() > 1:
             return  # a strict export begins with a reset; other threads run what it would free
         self._reset_when_idle(reset)
 
@@ -126,6 +128,7 @@ class SingleFlight(PatchPoint):
         entry = getattr(result, "guarded_code", result)  # older torch returns the entry itself
         self._keep(code, getattr(entry, "code", None))
         if entry is not None:
+            remember(entry.guard_manager, converter)
             self._gate.finish(code, _inserted(entry.guard_manager))
         return result
 
