@@ -43,11 +43,13 @@ assert inside.wait(30)
 
 @program("D3", "a compile dies when the main thread ends", kind="hang", upstream="diffusers#3764", needs="inductor")
 def run(case: Case) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "program.py")
-        path.write_text(SOURCE)
-        command = [sys.executable, str(path), "with" if case.library else "without", directory]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)  # noqa: S603  this Python, and the program above
-    if ended.stdout.split() != ["right"]:
-        lines = [line for line in ended.stderr.splitlines() if "Error" in line]
-        fault(lines[-1][:200] if lines else f"the program ended with exit code {ended.returncode}")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        program_, output = Path(directory, "program.py"), Path(directory, "output.txt")
+        program_.write_text(SOURCE)
+        command = [sys.executable, str(program_), "with" if case.library else "without", directory]
+        with output.open("wb") as file:  # no pipe: Inductor's own processes hold it open for a while
+            code = subprocess.run(command, stdout=file, stderr=file, timeout=50, check=False).returncode  # noqa: S603
+        lines = output.read_text(errors="replace").splitlines()
+    if "right" not in lines:
+        errors = [line for line in lines if "Error" in line]
+        fault(errors[-1][:200] if errors else f"the program ended with exit code {code}")
