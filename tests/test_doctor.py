@@ -62,13 +62,13 @@ def test_in_a_process_of_its_own_a_program_without_the_library_has_nothing_of_it
 ) -> None:
     body = "import sys; return ' '.join(name for name in sys.modules if name.startswith('safecompile._')) or 'nothing'"
     module = make("made_up_alone", f"{MADE_UP}    {body}")
-    assert replace(run_program(module, "without"), seconds=0) == Run("healthy", "nothing")
+    assert replace(run_program(module, "without", limit=60), seconds=0) == Run("healthy", "nothing")
 
 
 # These end when they are imported, which is before torch is: seconds sooner.
 def test_a_signal_is_a_crash(make: Callable[[str, str], str]) -> None:
     module = make("made_up_crash", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
-    found = run_program(module, "without")
+    found = run_program(module, "without", limit=60)
     assert (found.outcome, found.detail) == ("crash", "ended by SIGSEGV")
     assert "made_up_crash.py" in found.output  # the stack
 
@@ -81,7 +81,7 @@ def test_a_program_that_does_not_end_is_a_hang_with_its_stacks(make: Callable[[s
 
 
 def test_a_process_that_ends_without_a_result_is_an_error(make: Callable[[str, str], str]) -> None:
-    found = run_program(make("made_up_exit", "import os\nos._exit(3)"), "without")
+    found = run_program(make("made_up_exit", "import os\nos._exit(3)"), "without", limit=60)
     assert (found.outcome, found.detail) == ("error", "ended with exit code 3 and without a result")
 
 

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it instead of the table")
     one.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     one.add_argument("--jobs", type=_at_least_one, default=2, metavar="N", help="processes at the same time (2)")
-    one.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="what counts as a hang (60)")
+    one.add_argument("--limit", type=float, default=doctor.LIMIT, metavar="SECONDS", help="what counts as a hang (120)")
     options = parser.parse_args(arguments)
 
     plain = options.markdown or options.merge or options.list or options.json == "-"

@@ -16,6 +16,7 @@ from safecompile.doctor._runner import run_child, run_program
 from safecompile.doctor.programs import all_programs
 
 __all__ = [
+    "LIMIT",
     "QUICK",
     "PatchPoint",
     "Program",
@@ -33,6 +34,9 @@ __all__ = [
 QUICK = ("S4", "S6", "D2", "E1", "E2", "E4")
 """What ``--quick`` runs: in less than a minute on two cores."""
 
+LIMIT = 120.0
+"""Seconds; a program that meets a hang knows so much sooner, and the longest compiles for a minute on a busy machine."""
+
 How = Literal["without", "with"]
 
 
@@ -40,7 +44,7 @@ def examine(
     ids: Iterable[str] | None = None,
     *,
     jobs: int = 2,
-    limit: float = 60.0,
+    limit: float = LIMIT,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Run programs, each without and with safecompile in a process of its own, and look at the patch points.
@@ -85,7 +89,7 @@ def _row(program: Program, without: Run, with_safecompile: Run) -> Row:
     )
 
 
-def examine_patches(*, limit: float = 60.0) -> list[PatchPoint]:
+def examine_patches(*, limit: float = LIMIT) -> list[PatchPoint]:
     """Tell of each patch point whether it matches this torch, in a process of its own.
 
     Raises:

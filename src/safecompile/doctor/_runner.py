@@ -21,7 +21,7 @@ _DUMP_SECONDS = 5.0
 _KEPT = 20_000
 
 
-def run_program(module: str, how: Literal["with", "without"], *, limit: float = 60.0) -> Run:
+def run_program(module: str, how: Literal["with", "without"], *, limit: float) -> Run:
     """Run the program in ``module``, a dotted name, with safecompile or without it.
 
     Args:
