@@ -136,7 +136,8 @@ def fault(text: str) -> NoReturn:
 def first_line(error: BaseException) -> str:
     """Return an exception as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])  # "backend='inductor' raised:"
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 def attempt(what: str, function: Callable[[], Any], want: torch.Tensor | None = None) -> Any:

@@ -20,8 +20,7 @@ def run(case: Case) -> None:
     import torch._dynamo
 
     config = torch._dynamo.config
-    config.recompile_limit = 77
+    config.automatic_dynamic_shapes = False
     carried = case.carry()
-    got = elsewhere(lambda: carried(lambda: config.recompile_limit))
-    if got != 77:
-        fault(f"recompile_limit is 77 on the main thread and {got} in a worker")
+    if elsewhere(lambda: carried(lambda: config.automatic_dynamic_shapes)):
+        fault("automatic_dynamic_shapes is False on the main thread, and True in a worker")
