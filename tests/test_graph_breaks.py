@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import safecompile
 from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import run_forked
@@ -495,3 +496,19 @@ def test_plain_compiled_functions_with_breaks_run_their_effects_once_while_the_l
     f = torch.compile(with_effects(effects), backend="eager", dynamic=False)
     herd(f, lambda x: x.sin() * 2 + 1)
     assert effects.counts == dict.fromkeys(("start", "first", "second"), THREADS)
+
+
+def test_a_function_that_is_disabled_without_what_it_calls_is_no_graph() -> None:
+    @torch._dynamo.disable(recursive=False)
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) + 1
+
+    stock, ours, x = CountingBackend(), CountingBackend(), torch.ones(2)
+    safecompile.uninstall()
+    torch.compile(f, backend=stock)(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(thread_safe_compile(f, backend=ours)(x), f(x))
+    assert ours.count == stock.count

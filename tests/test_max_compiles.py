@@ -449,7 +449,9 @@ def generator() -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("function", [coroutine, stream, generator, Scale, 3], ids=str)
+@pytest.mark.parametrize(
+    "function", [coroutine, stream, generator, Scale, 3], ids=lambda f: getattr(f, "__name__", str(f))
+)
 def test_what_runs_later_or_not_at_all_is_refused(function: Any) -> None:
     with pytest.raises(UnsupportedCallableError, match=r"max_compiles cannot decorate .*: it is .*; "):
         max_compiles(1)(function)
@@ -466,7 +468,7 @@ def test_a_block_inside_a_coroutine_works() -> None:
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("n", [True, 1.0, "1", None, polynomial], ids=str)
+@pytest.mark.parametrize("n", [True, 1.0, "1", None, polynomial], ids=lambda n: getattr(n, "__name__", str(n)))
 def test_a_limit_that_is_no_int_is_refused_at_once(n: Any) -> None:
     with pytest.raises(TypeError, match=r"max_compiles\(1\)"):
         max_compiles(n)

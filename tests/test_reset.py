@@ -10,9 +10,10 @@ import torch
 
 import safecompile
 from safecompile import PatchesInUseError, thread_safe_compile
+from safecompile._patches import patches
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import IsolatedResult, run_forked
-from tests.helpers.threads import run_threads
+from tests.helpers.threads import run_threads, wait_until
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -86,6 +87,49 @@ def test_a_reset_waits_for_a_call_in_flight_and_holds_a_new_one() -> None:
     result: Any = run_threads([lambda: f(torch.ones(2)), reset, call])[0]
     assert torch.equal(result, torch.full((2,), 4.0))
     assert order[0] == "call ends" and set(order[1:]) == {"reset ends", "held call ends"}
+
+
+def test_a_call_that_has_just_seen_no_reset_does_not_install_in_the_middle_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, returned = threading.Event(), threading.Event()
+    warm = thread_safe_compile(lambda x: x + 1, backend="eager")
+    warm(torch.ones(2))
+
+    class OnceFree:
+        """The lock that a reset has, as a call saw it a moment before."""
+
+        def __init__(self, lock: Any) -> None:
+            self.acquire, self.release, self.lock, self.seen = lock.acquire, lock.release, lock, [False]
+
+        def locked(self) -> bool:
+            return self.seen.pop() if self.seen else self.lock.locked()
+
+    @torch._dynamo.disable
+    def stop() -> None:
+        entered.set()
+        wait_until(lambda: patches._held or returned.is_set())
+        assert not returned.is_set(), "the call did not wait for the reset that waits for this one"
+
+    @thread_safe_compile(backend="eager")
+    def in_flight(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        stop()
+        return x * 2
+
+    def reset() -> None:
+        assert entered.wait(30)
+        safecompile.reset()
+
+    def call() -> None:
+        wait_until(lambda: not safecompile.statistics().installed)
+        stale = OnceFree(patches._reset)
+        monkeypatch.setattr(patches, "_reset", stale)
+        warm(torch.ones(2))
+        returned.set()
+        assert not stale.seen
+
+    run_threads([lambda: in_flight(torch.ones(2)), reset, call])
 
 
 PROGRAM = """

@@ -93,31 +93,36 @@ class Patches:
             return gate.epoch
         if fx_trace_lock.owned_by_torch():
             return 0
-        if self._reset.locked() and (epoch := self.wait_for_reset()):
-            return epoch
-        # The compile lock first: no compile is in flight while the patches change.
-        with fx_trace_lock, self._guard:
-            if gate.epoch:
-                if strict and self._mismatches:
-                    self._complain(strict=True)
-                return gate.epoch
-            self._warn_of_free_threads()
-            rewritten = {point.module for point in self.points if isinstance(point, ThreadGlobals)}
-            with looked_up(map(importlib.import_module, rewritten)):
-                self._mismatches.clear()
-                for point in self.points:
-                    if reason := _install(point):
-                        self._mismatches.append(f"{point.name}: {reason}")
-            if self._mismatches:
-                self._complain(strict=strict)
-            replaced = set[CodeType]().union(*(point.replaced_code() for point in self.points))
-            if threading.get_ident() in threads_running(replaced):
-                self._restore()
-                return 0
-            deadline = time.monotonic() + STRAGGLERS_LIMIT
-            while threads_running(replaced) and time.monotonic() < deadline:
-                time.sleep(0.001)
-            return gate.open()
+        while True:
+            if self._reset.locked() and (epoch := self.wait_for_reset()):
+                return epoch
+            # The compile lock first: no compile is in flight while the patches change.
+            with fx_trace_lock, self._guard:
+                if gate.epoch:
+                    if strict and self._mismatches:
+                        self._complain(strict=True)
+                    return gate.epoch
+                if not self._resetting:  # else a reset has begun meanwhile, which has closed the gate
+                    return self._install(strict=strict)
+
+    def _install(self, *, strict: bool) -> int:
+        self._warn_of_free_threads()
+        rewritten = {point.module for point in self.points if isinstance(point, ThreadGlobals)}
+        with looked_up(map(importlib.import_module, rewritten)):
+            self._mismatches.clear()
+            for point in self.points:
+                if reason := _install(point):
+                    self._mismatches.append(f"{point.name}: {reason}")
+        if self._mismatches:
+            self._complain(strict=strict)
+        replaced = set[CodeType]().union(*(point.replaced_code() for point in self.points))
+        if threading.get_ident() in threads_running(replaced):
+            self._restore()
+            return 0
+        deadline = time.monotonic() + STRAGGLERS_LIMIT
+        while threads_running(replaced) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return gate.open()
 
     def wait_for_reset(self) -> int:
         """Hold a call until Dynamo has been reset, unless it is part of one that the reset waits for; return the epoch."""
@@ -162,8 +167,8 @@ class Patches:
                 with fx_trace_lock:
                     reset()
             finally:
-                self._resetting = 0
                 gate.open()
+                self._resetting = 0  # last: who finds the gate closed does not install in the middle of a reset
 
     def _calls_in_flight(self) -> int:
         return sum(self.calls.catch(frame.f_code) for frame in outwards(sys._getframe(1)))
@@ -218,7 +223,7 @@ class Patches:
                 "this interpreter runs without its global lock, on which torch.compile and the patches rely: torch "
                 "refuses to compile before Python 3.13.3, and nothing of safecompile was tested in it. Set PYTHON_GIL=1.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _complain(self, *, strict: bool) -> None:
@@ -232,7 +237,7 @@ class Patches:
             raise PatchMismatchError(f"{text}. Use a supported torch, or install() without strict.")
         if not self._warned:
             self._warned = True
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _names(threads: set[int]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import torch
+
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.point import PatchPoint
 
@@ -57,7 +59,7 @@ def _resumable(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a resume function so that it can be called again: none of it has run when Dynamo calls back."""
 
     def resume(*args: Any, **kwargs: Any) -> Any:
-        callback, tries = get_eval_frame_callback(), 0
+        callback, tries = get_callback(), 0
         while True:
             seen = gate.epoch  # noqa: F841  the gate reads it, and tries, from this frame
             try:
@@ -67,11 +69,29 @@ def _resumable(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
                 # Dynamo switches itself off for the thread when its callback raises.
                 set_eval_frame(callback)
 
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    get_callback = _callback_getter()
 
     # The rest of an outer function may be traced together with an inner one's: then without this wrapper.
     resume._torchdynamo_inline = function  # type: ignore[attr-defined]
     return resume
+
+
+def _callback_getter() -> Callable[[], Any]:
+    """Return what tells which callback Dynamo has in the calling thread."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+
+    if not torch.__version__.startswith("2.6."):
+        return get_eval_frame_callback
+
+    def taken_and_put_back() -> Any:  # the other function returns a reference that it does not count
+        callback = set_eval_frame(None)
+        set_eval_frame(callback)
+        return callback
+
+    skip_frames_of(taken_and_put_back.__code__)
+    return taken_and_put_back
 
 
 def _resumable_from(gate: Gate, factory: Callable[..., Any], *args: Any) -> Callable[..., Any]:

@@ -70,8 +70,9 @@ class SingleFlight(PatchPoint):
         return None
 
     def apply(self) -> None:
-        from torch._dynamo import convert_frame
+        from torch._dynamo import convert_frame, decorators
 
+        self._disabled_code = getattr(decorators, "_nonrecursive_disable_wrapper_code", None)  # torch 2.8 and newer
         own = Path(SingleFlight._convert.__code__.co_filename).parent
         self._files = (convert_frame.ConvertFrame.__call__.__code__.co_filename, str(own))
         for name in ("reset", "reset_code_caches"):
@@ -97,7 +98,7 @@ class SingleFlight(PatchPoint):
         try:
             return call_back(*args, **kwargs)
         except WaitCycleError as error:
-            if error.waiter != threading.get_ident() or in_a_checkpoint():
+            if error.waiter != threading.get_ident() or in_a_checkpoint() or not _can_skip_once():
                 raise
             code = args[0].f_code
             warnings.warn(
@@ -111,7 +112,10 @@ class SingleFlight(PatchPoint):
         """Stand around one conversion. torch holds the compile lock here."""
         frame = args[0]
         code = frame.f_code
-        retry = self._retry_frame(self._caller(sys._getframe(1)))
+        caller = self._caller(sys._getframe(1))
+        if caller.f_code is self._disabled_code:  # torch looks for it as well, but stops at the frames here
+            return self._as_it_is("disabled, but not what it calls")
+        retry = self._retry_frame(caller)
         if retry is not None:
             if not self._gate.admit(code, retry.f_locals["seen"]):
                 raise LookAgain
@@ -163,14 +167,28 @@ class SingleFlight(PatchPoint):
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
         if not self._gate.finished_elsewhere(frame.f_code):
             return False
-        return not in_a_checkpoint() and _has_entry(converter, frame)
+        return _can_skip_once() and not in_a_checkpoint() and _has_entry(converter, frame)
 
     def _run_once_as_it_is(self, why: str) -> Any:
         from torch._dynamo import types
 
         self._count.excuse()
         skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]
-        return types.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False, skip_reason=why)
+        return self._as_it_is(why, frame_exec_strategy=skip)
+
+    def _as_it_is(self, why: str, **strategy: Any) -> Any:
+        from torch._dynamo import types
+
+        if "skip_reason" in types.ConvertFrameReturn.__dataclass_fields__:  # newer than torch 2.8
+            strategy["skip_reason"] = why
+        return types.ConvertFrameReturn(apply_to_code=False, **strategy)
+
+
+def _can_skip_once() -> bool:
+    """Tell whether a frame can be run as it is this once: torch 2.6 would never compile its code then."""
+    from torch._dynamo import types
+
+    return hasattr(types, "ConvertFrameReturn")
 
 
 def in_a_checkpoint() -> bool:

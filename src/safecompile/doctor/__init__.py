@@ -37,7 +37,7 @@ QUICK = ("S4", "S6", "D2", "E1", "E2", "E4")
 LIMIT = 120.0
 """Seconds; a program that meets a hang knows so much sooner, and the longest compiles for a minute on a busy machine."""
 
-How = Literal["without", "with"]
+_How = Literal["without", "with"]
 
 
 def examine(
@@ -60,8 +60,8 @@ def examine(
     """
     known = all_programs()
     wanted = [known[id_] for id_ in ids] if ids is not None else list(known.values())
-    found: dict[tuple[str, How], Run] = {}
-    hows: tuple[How, ...] = ("without", "with")
+    found: dict[tuple[str, _How], Run] = {}
+    hows: tuple[_How, ...] = ("without", "with")
     with ThreadPoolExecutor(jobs) as pool:
         patches = pool.submit(examine_patches, limit=limit)
         futures = {

@@ -14,6 +14,8 @@ import torch
 
 from safecompile.doctor._program import Case, attempt, fresh, program, together
 
+__all__ = ["run"]
+
 
 @program("C2", "reset() beside a running call ends the process", kind="crash", upstream="pytorch#193697")
 def run(case: Case) -> str:

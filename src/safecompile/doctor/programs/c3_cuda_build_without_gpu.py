@@ -11,6 +11,8 @@ import torch
 
 from safecompile.doctor._program import Case, NotApplicableError, elsewhere, fresh, program
 
+__all__ = ["run"]
+
 
 @program("C3", "a compile after the first compiling thread has ended ends the process", kind="crash", versions="2.11")
 def run(case: Case) -> None:

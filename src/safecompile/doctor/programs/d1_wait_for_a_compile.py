@@ -12,6 +12,8 @@ import torch
 
 from safecompile.doctor._program import Case, HangError, example, program
 
+__all__ = ["run"]
+
 
 @program("D1", "a backend that waits for a thread which compiles waits for ever", kind="hang")
 def run(case: Case) -> None:

@@ -12,6 +12,8 @@ import torch
 
 from safecompile.doctor._program import Case, CountingBackend, HangError, NotApplicableError, fault, program
 
+__all__ = ["run"]
+
 
 @program("D2", "a child forked while a thread compiles can never compile", kind="hang")
 def run(case: Case) -> None:

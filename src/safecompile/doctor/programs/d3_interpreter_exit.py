@@ -12,8 +12,10 @@ from pathlib import Path
 
 from safecompile.doctor._program import Case, HangError, fault, program
 
+__all__ = ["run"]
+
 # A program of its own, for it is about how a program ends.
-SOURCE = """
+_SOURCE = """
 import faulthandler, random, sys, threading
 faulthandler.dump_traceback_later(100, exit=True)
 how, inside, ending = sys.argv[1], threading.Event(), threading.Event()
@@ -45,7 +47,7 @@ assert inside.wait(30)
 def run(case: Case) -> None:
     with tempfile.TemporaryDirectory() as directory:
         program_, output = Path(directory, "program.py"), Path(directory, "output.txt")
-        program_.write_text(SOURCE)
+        program_.write_text(_SOURCE)
         command = [sys.executable, str(program_), "with" if case.library else "without"]
         with output.open("wb") as file:  # no pipe: Inductor's own processes hold it open for a while
             code = subprocess.run(command, stdout=file, stderr=file, check=False).returncode  # noqa: S603

@@ -11,6 +11,8 @@ import torch
 
 from safecompile.doctor._program import Case, elsewhere, fault, first_line, program
 
+__all__ = ["run"]
+
 
 @program(
     "E10", "compiled autograd of one thread compiles the backwards of others", kind="error", upstream="pytorch#135298"

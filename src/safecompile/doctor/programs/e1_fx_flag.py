@@ -10,6 +10,8 @@ import torch
 
 from safecompile.doctor._program import Case, Stops, attempt, example, in_the_middle_of, program
 
+__all__ = ["run"]
+
 
 @program(
     "E1",

@@ -9,6 +9,8 @@ import torch
 
 from safecompile.doctor._program import Case, Stops, attempt, example, in_the_middle_of, program
 
+__all__ = ["run"]
+
 
 @program("E2", "an eager model called beside an FX trace of another fails", kind="error")
 def run(case: Case) -> None:

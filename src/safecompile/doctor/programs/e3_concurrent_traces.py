@@ -12,6 +12,8 @@ import torch
 
 from safecompile.doctor._program import Case, attempt, example, program, repeat, together
 
+__all__ = ["run"]
+
 
 @program("E3", "traces, exports and loads fail beside each other", kind="error", upstream="pytorch#168042")
 def run(case: Case) -> str:

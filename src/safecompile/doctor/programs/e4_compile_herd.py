@@ -19,6 +19,8 @@ from safecompile.doctor._program import (
     together,
 )
 
+__all__ = ["run"]
+
 
 @program("E4", "N threads that make one first call compile up to N times", kind="error", upstream="pytorch#123177")
 def run(case: Case) -> str:

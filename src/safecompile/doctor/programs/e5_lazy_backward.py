@@ -11,6 +11,8 @@ import torch
 
 from safecompile.doctor._program import Case, attempt, fresh, program, repeat, together
 
+__all__ = ["run"]
+
 
 @program("E5", "first backwards of several threads fail", kind="error", upstream="pytorch#170605", versions="2.8")
 def run(case: Case) -> str:

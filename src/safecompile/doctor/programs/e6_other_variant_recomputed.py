@@ -10,6 +10,8 @@ import torch
 
 from safecompile.doctor._program import Case, attempt, elsewhere, program
 
+__all__ = ["run"]
+
 
 @program(
     "E6",

@@ -11,6 +11,8 @@ import torch
 
 from safecompile.doctor._program import Case, company, elsewhere, fault, first_line, program
 
+__all__ = ["run"]
+
 
 @program("E8", "an argument that another thread changes is an internal error", kind="error", upstream="pytorch#196208")
 def run(case: Case) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from safecompile.doctor._program import Case, NotApplicableError, program
 
+__all__ = ["run"]
+
 
 @program(
     "E9",

@@ -11,6 +11,8 @@ import torch
 
 from safecompile.doctor._program import Case, Stops, attempt, example, fault, in_the_middle_of, program
 
+__all__ = ["run"]
+
 
 @program(
     "P1",

@@ -16,8 +16,10 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from safecompile.doctor._program import Case, CountingBackend, await_, fault, program, together
 
+__all__ = ["run"]
 
-def leave_in_order(
+
+def _leave_in_order(
     first: Callable[[], AbstractContextManager[Any]], last: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     first_in, last_in, first_out = threading.Event(), threading.Event(), threading.Event()
@@ -47,12 +49,12 @@ def run(case: Case) -> None:
         ends.append(None)
         return y
 
-    leave_in_order(lambda: stance("force_eager"), lambda: stance("default"))
+    _leave_in_order(lambda: stance("force_eager"), lambda: stance("default"))
     backend = CountingBackend()
     case.compile(lambda x: x.sin(), backend=backend)(x)
     if not backend.count:
         fault("nothing is compiled any more: the stance force_eager has outlived its threads")
-    leave_in_order(lambda: set_checkpoint_early_stop(False), lambda: set_checkpoint_early_stop(True))
+    _leave_in_order(lambda: set_checkpoint_early_stop(False), lambda: set_checkpoint_early_stop(True))
     case.checkpoint(region, x).sum().backward()
     if len(ends) > 1:
         fault("checkpoint's early stop stays switched off: the setting has outlived its threads")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from safecompile.doctor._program import Case, elsewhere, fault, program
 
+__all__ = ["run"]
+
 
 @program(
     "S10",

@@ -10,6 +10,8 @@ import torch
 
 from safecompile.doctor._program import Case, CountingBackend, elsewhere, fault, program
 
+__all__ = ["run"]
+
 
 @program("S11", "a worker computes without the caller's autocast or grad mode", kind="silent")
 def run(case: Case) -> None:

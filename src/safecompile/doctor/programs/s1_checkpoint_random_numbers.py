@@ -11,6 +11,8 @@ from torch.nn.functional import dropout
 
 from safecompile.doctor._program import Case, company, elsewhere, fault, program
 
+__all__ = ["run"]
+
 
 @program("S1", "checkpoint recomputes with other random numbers: gradients are wrong", kind="silent")
 def run(case: Case) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from safecompile.doctor._program import Case, CountingBackend, fault, program
 
+__all__ = ["run"]
+
 
 @program("S2", "a compile rewinds the random numbers of other threads", kind="silent")
 def run(case: Case) -> None:

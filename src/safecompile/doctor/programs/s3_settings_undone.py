@@ -10,6 +10,8 @@ import torch
 
 from safecompile.doctor._program import Case, CountingBackend, attempt, fault, program
 
+__all__ = ["run"]
+
 
 @program("S3", "a compile undoes settings that another thread makes, or dies of them", kind="silent")
 def run(case: Case) -> None:

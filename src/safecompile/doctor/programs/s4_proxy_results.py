@@ -10,6 +10,8 @@ import torch
 
 from safecompile.doctor._program import Case, Stops, attempt, example, fault, in_the_middle_of, names, program
 
+__all__ = ["run"]
+
 
 @program("S4", "an eager call beside an FX trace returns a Proxy", kind="silent", upstream="pytorch#112775")
 def run(case: Case) -> None:

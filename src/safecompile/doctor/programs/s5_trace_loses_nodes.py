@@ -9,6 +9,8 @@ import torch
 
 from safecompile.doctor._program import Case, Stops, attempt, example, fault, in_the_middle_of, names, program
 
+__all__ = ["run"]
+
 
 @program("S5", "a compile beside an FX trace strips the trace's patches", kind="silent")
 def run(case: Case) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from safecompile.doctor._program import Case, CountingBackend, fault, program
 
+__all__ = ["run"]
+
 
 @program("S6", "is_compiling() is True in the eager code of other threads", kind="silent", versions="2.13 and newer")
 def run(case: Case) -> None:

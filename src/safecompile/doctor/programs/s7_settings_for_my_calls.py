@@ -9,6 +9,8 @@ import torch
 
 from safecompile.doctor._program import Case, CountingBackend, attempt, fault, inside_elsewhere, program
 
+__all__ = ["run"]
+
 
 @program("S7", "set_stance in one thread decides for all", kind="silent", upstream="pytorch#196637")
 def run(case: Case) -> None:

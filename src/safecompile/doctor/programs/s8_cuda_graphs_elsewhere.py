@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from safecompile.doctor._program import Case, NotApplicableError, program
 
+__all__ = ["run"]
+
 
 @program(
     "S8",

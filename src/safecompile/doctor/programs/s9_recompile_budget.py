@@ -11,6 +11,8 @@ import torch
 
 from safecompile.doctor._program import Case, CountingBackend, fault, program, together
 
+__all__ = ["run"]
+
 
 @program(
     "S9",

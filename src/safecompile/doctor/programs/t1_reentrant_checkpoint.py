@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from safecompile.doctor._program import Case, CountingBackend, fault, program
 
+__all__ = ["run"]
+
 
 @program("T1", "reentrant checkpoint compiles every region twice", kind="slow")
 def run(case: Case) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from safecompile.doctor._program import Case, CountingBackend, example, fault, program
 
+__all__ = ["run"]
+
 
 @program("T2", "warm calls stall behind a lock around calls while a thread compiles", kind="slow")
 def run(case: Case) -> None:
