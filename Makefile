@@ -4,6 +4,8 @@
 #   make bench                  measure against stock torch
 #   make lint                   ruff, format and mypy
 #   make test TORCH=2.11.0      the same with another torch
+#   make matrix VERSION=2.8.0   the suite and the doctor on one torch, in an environment of its own; result in matrix/
+#   make matrix                 the same on each supported torch in turn, and the tables of all
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
@@ -15,7 +17,10 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-torch-$(TORCH)
 CHECKED := $(wildcard src tests examples benchmarks)
 
-.PHONY: test demo bench lint clean
+# One environment of another torch at a time: each has 5 GB.
+VERSIONS := 2.6.0 2.8.0 2.11.0 2.13.0 2.14.1 2.15.0
+
+.PHONY: test demo bench lint matrix clean
 
 # Each of the tests' threads would start an OpenMP pool of its own.
 test: export OMP_NUM_THREADS := 1
@@ -33,6 +38,23 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check $(CHECKED)
 	$(RUN) -m mypy $(CHECKED)
 
+matrix: export OMP_NUM_THREADS := 1
+ifdef VERSION
+matrix: VENV := .venv-torch-$(VERSION)
+matrix:
+	$(MAKE) VENV=$(VENV) TORCH=$(VERSION) $(VENV)/.installed-torch-$(VERSION)
+	$(VENV)/bin/python tests/matrix.py run matrix --numprocesses 2 --dist loadfile
+else
+matrix: $(INSTALLED)
+	failed=0; \
+	for version in $(VERSIONS); do \
+		$(MAKE) matrix VERSION=$$version || failed=1; \
+		rm -rf .venv-torch-$$version; \
+	done; \
+	$(RUN) tests/matrix.py merge matrix | tee matrix/tables.md; \
+	exit $$failed
+endif
+
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
@@ -42,5 +64,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
