@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
+from safecompile.doctor import _runner
 from safecompile.doctor._program import Program
 from safecompile.doctor._report import PatchPoint, Report, Row, Run, Versions, merged
-from safecompile.doctor._runner import run_child, run_program
 from safecompile.doctor.programs import all_programs
 
 __all__ = [
@@ -65,7 +65,7 @@ def examine(
     with ThreadPoolExecutor(jobs) as pool:
         patches = pool.submit(examine_patches, limit=limit)
         futures = {
-            pool.submit(run_program, program.run.__module__, how, limit=limit): (program, how)
+            pool.submit(_runner.run_program, program.run.__module__, how, limit=limit): (program, how)
             for program in wanted
             for how in hows
         }
@@ -95,7 +95,7 @@ def examine_patches(*, limit: float = LIMIT) -> list[PatchPoint]:
     Raises:
         RuntimeError: the process ended without an answer.
     """
-    code, output, found = run_child("patches", "with", limit=limit)
+    code, output, found = _runner.run_child("patches", "with", limit=limit)
     if found is None:
         raise RuntimeError(f"the look at the patch points ended with {'a hang' if code is None else code}:\n{output}")
     return [PatchPoint(**point) for point in found]
