@@ -153,7 +153,8 @@ class ThreadContext:
 
 
 def _device_types() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator()
+    # torch 2.6 raises where there is none.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ["cpu", *([accelerator.type] if accelerator else [])]
 
 

@@ -21,6 +21,7 @@ from safecompile._patches.compile_lock import CompileLock, compile_lock
 from safecompile._patches.compile_state import AnomalyMode, CompileState
 from safecompile._patches.compiled_autograd import CompiledAutograd
 from safecompile._patches.compiled_call import CompiledCalls
+from safecompile._patches.device_guard import DeviceGuard
 from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches, LazyGraphModules
 from safecompile._patches.helper_threads import HelperThreads
@@ -71,6 +72,7 @@ class Patches:
             LazyBackward(fx_trace_lock),
             DirectCompiles(fx_trace_lock),
             Exports(fx),
+            DeviceGuard(),
             TorchCheckpoint(),
             CacheOrder(),
             CompileState(),

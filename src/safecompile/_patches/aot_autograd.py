@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ class LazyBackward(PatchPoint):
         return None if any(hasattr(runtime_wrappers, name) for name in names) else f"AOTAutograd has none of {names}"
 
     def apply(self) -> None:
+        from torch._dynamo import utils
         from torch._functorch._aot_autograd import runtime_wrappers
 
         if hasattr(runtime_wrappers, "_AutogradBackwardCompiler"):
@@ -48,6 +50,10 @@ class LazyBackward(PatchPoint):
             self.wrap(runtime_wrappers._AutogradBackwardCompiler, "get_or_compile", self._get_or_compile)
         else:  # torch 2.12 and older
             self.wrap(runtime_wrappers.AOTDispatchAutograd, "post_compile", self._post_compile)
+            # What it measures begins before its compile, and so before it has the lock.
+            metrics: Any = vars(utils)["_METRICS_CONTEXT"]
+            per_thread = type("MetricsPerThread", (type(metrics), threading.local), {})
+            self.replace(utils, "_METRICS_CONTEXT", per_thread(on_exit=metrics._on_exit))
 
     def _get_or_compile(self, compile_it: Callable[..., Any], compiler: Any, args: Any, kwargs: Any) -> Any:
         if compiler.compiled_bw is not None:

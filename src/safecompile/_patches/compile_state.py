@@ -61,6 +61,9 @@ class CompileState(PatchPoint):
         for function in functions_of(convert_frame):
             if function.__code__ is code:
                 self.recode(function, new)
+        # Older torch decorates when it compiles.
+        make: Any = convert_frame.preserve_global_state
+        self.recode(make, with_constants(changed(make.__code__), alone=alone))
         preserve: Any = inspect.unwrap(utils.preserve_rng_state)
         original = copy_of(preserve)
         self.recode(preserve, redirecting(lambda: _preserved(original)))

@@ -104,6 +104,9 @@ def _nothing_to_disable() -> Iterator[None]:
     """Do what torch's own ``_disable`` does, but leave alone the compiler, which is another thread's."""
     from torch._dynamo import compiled_autograd
 
+    if not hasattr(compiled_autograd, "active_disable_ctx"):  # torch 2.6
+        yield
+        return
     before, compiled_autograd.active_disable_ctx = compiled_autograd.active_disable_ctx, True
     try:
         yield

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+import torch.utils.checkpoint
 
 from safecompile._patches.thread_globals import Made, Own
 
 __all__ = ["THREAD_GLOBALS"]
+
+# None leaves it to the call; before torch 2.9 a call has no argument for it.
+_EARLY_STOP = None if "early_stop" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters else True
 
 # What describes the calling thread: patch point, module, names with their value while nothing is traced, fault.
 THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
@@ -69,7 +75,7 @@ THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     (
         "checkpoint-knobs",
         "torch.utils.checkpoint",
-        dict.fromkeys(("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")),
+        {"_enable_checkpoint_early_stop": _EARLY_STOP, "_checkpoint_debug_enabled": None},
         "early stopping and debugging are switched for checkpoints of other threads, and stay so (P2)",
     ),
     (
