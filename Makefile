@@ -25,7 +25,7 @@ VERSIONS := 2.6.0 2.8.0 2.11.0 2.13.0 2.14.1 2.15.0
 # Each of the tests' threads would start an OpenMP pool of its own.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(RUN) -m pytest --numprocesses 2 --dist loadfile
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 demo: $(INSTALLED)
 	$(RUN) examples/dflash/demo.py
@@ -43,7 +43,7 @@ ifdef VERSION
 matrix: VENV := .venv-torch-$(VERSION)
 matrix:
 	$(MAKE) VENV=$(VENV) TORCH=$(VERSION) $(VENV)/.installed-torch-$(VERSION)
-	$(VENV)/bin/python tests/matrix.py run matrix --numprocesses 2 --dist loadfile
+	$(VENV)/bin/python tests/matrix.py run matrix --numprocesses 2 --dist loadfile --no-loadscope-reorder
 else
 matrix: $(INSTALLED)
 	failed=0; \

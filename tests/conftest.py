@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["tests.helpers.hang_timeout"]
 
+# Begun first, as each goes to one worker whole: one that is begun last leaves the other worker with nothing to do.
+LONG_FILES = {"test_stress.py", "test_interpreter_exit.py", "test_direct_compiles.py", "test_demo.py", "test_doctor.py"}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
@@ -19,6 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "inductor": missing_for_inductor(),
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none",
     }
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:
         for name, reason in missing.items():
             if reason is not None and item.get_closest_marker(name) is not None:
