@@ -160,17 +160,29 @@ class Patches:
             gate.close()
             try:
                 deadline = time.monotonic() + fx_trace_lock.limit
-                while busy := threads_running(self.calls.codes) - self._held - {me}:
+                while not self._reset_if_idle(reset):
                     if time.monotonic() > deadline:
                         raise PatchesInUseError(
-                            f"cannot reset Dynamo: calls are in flight in {_names(busy)}; end them."
+                            f"cannot reset Dynamo: calls are in flight in {_names(self._busy())}; end them."
                         )
                     time.sleep(0.0005)
-                with fx_trace_lock:
-                    reset()
             finally:
                 gate.open()
                 self._resetting = 0  # last: who finds the gate closed does not install in the middle of a reset
+
+    def _busy(self) -> set[int]:
+        return threads_running(self.calls.codes) - self._held - {self._resetting}
+
+    def _reset_if_idle(self, reset: Callable[[], None]) -> bool:
+        if self._busy():
+            return False
+        with fx_trace_lock:
+            # Once more: a stack that goes on while it is looked at may not be seen whole, but who is about to enter an
+            # entry in Dynamo's cache has waited for the lock, or waits.
+            if self._busy():
+                return False
+            reset()
+            return True
 
     def _calls_in_flight(self) -> int:
         return sum(self.calls.catch(frame.f_code) for frame in outwards(sys._getframe(1)))
