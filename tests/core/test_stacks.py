@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,3 +64,37 @@ def test_ones_own_frames_go_outwards() -> None:
         return [frame.f_code.co_name for frame in outwards(sys._getframe())]
 
     assert inner()[:2] == ["inner", "test_ones_own_frames_go_outwards"]
+
+
+def test_a_stack_is_whole_also_when_a_generator_stops_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on, stopped, done = (threading.Event() for _ in range(4))
+    current_frames = sys._current_frames
+
+    def generator() -> Iterator[None]:
+        inside.set()
+        while not go_on.is_set():  # no frame of another function: the generator's own is the innermost
+            pass
+        yield
+
+    def caller() -> None:
+        for _ in generator():
+            stopped.set()
+            assert done.wait(30)
+
+    def frames_of_a_moment_ago() -> dict[int, Any]:
+        frames = current_frames()
+        go_on.set()
+        assert stopped.wait(30)
+        return frames
+
+    def look() -> bool:
+        assert inside.wait(30)
+        monkeypatch.setattr(sys, "_current_frames", frames_of_a_moment_ago)
+        try:
+            stacks = stacks_of_others().values()
+            return any(caller.__code__ in [frame.f_code for frame in frames] for frames in stacks)
+        finally:
+            done.set()
+
+    seen, _ = gather_threads([look, caller], timeout=60)
+    assert seen is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from safecompile._core.forks import lock_across_forks
 __all__ = ["outwards", "stacks_of_others"]
 
 _looking = lock_across_forks()
+
+MOST_LOOKS = 100
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def stacks_of_others() -> dict[int, list[FrameType]]:
@@ -26,9 +30,19 @@ def stacks_of_others() -> dict[int, list[FrameType]]:
         collects = gc.isenabled()
         gc.disable()
         try:
-            tops = sys._current_frames()
-            tops.pop(threading.get_ident())
-            return {ident: list(outwards(top)) for ident, top in tops.items()}
+            stacks: dict[int, list[FrameType]] = {}
+            cut: list[int] = []
+            for _ in range(MOST_LOOKS):
+                tops = sys._current_frames()
+                tops.pop(threading.get_ident())
+                stacks = {
+                    i: stacks[i] if i in stacks and i not in cut else list(outwards(top)) for i, top in tops.items()
+                }
+                # A generator that has stopped meanwhile does not tell any more who had called it.
+                cut = [ident for ident, frames in stacks.items() if frames[-1].f_code.co_flags & _GENERATOR]
+                if not cut:
+                    break
+            return stacks
         finally:
             if collects:
                 gc.enable()
