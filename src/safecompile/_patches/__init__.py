@@ -17,6 +17,7 @@ from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
 from safecompile._patches.aot_autograd import DirectCompiles, LazyBackward
+from safecompile._patches.cache_entries import CacheOrder
 from safecompile._patches.compile_lock import CompileLock, compile_lock
 from safecompile._patches.compile_state import AnomalyMode, CompileState
 from safecompile._patches.compiled_autograd import CompiledAutograd
@@ -32,7 +33,7 @@ from safecompile._patches.regions import TorchCheckpoint
 from safecompile._patches.resume_functions import ResumeFunctions, skip_frames_of
 from safecompile._patches.rewriting import looked_up
 from safecompile._patches.serial_traces import SerialTraces
-from safecompile._patches.single_flight import CacheOrder, SingleFlight
+from safecompile._patches.single_flight import SingleFlight
 from safecompile._patches.thread_global_names import THREAD_GLOBALS
 from safecompile._patches.thread_globals import ThreadGlobals
 

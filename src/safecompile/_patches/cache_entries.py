@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["entries", "remember"]
+from safecompile._patches.point import PatchPoint
+
+__all__ = ["CacheOrder", "entries", "entry_in", "remember"]
 
 # By the guard manager, for torch 2.6, whose entries do not tell.
 _backends: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -25,6 +27,11 @@ def entries(callback: Any, frame: Any) -> Iterator[Any]:
             yield entry
 
 
+def entry_in(conversion: Any) -> Any:
+    """Return the entry that a conversion has made, or ``None``."""
+    return getattr(conversion, "guarded_code", conversion)  # older torch returns the entry itself
+
+
 def remember(guard_manager: Any, callback: Any) -> None:
     """Note which backend an entry is from that is about to be made."""
     _backends[guard_manager] = _backend(callback)
@@ -37,3 +44,41 @@ def _backend(callback: Any) -> Any:
     while hasattr(callback, name):
         callback = getattr(callback, name)
     return callback
+
+
+class CacheOrder(PatchPoint):
+    name = "cache-order"
+    protects = "a recomputation runs another compiled variant than its forward, after other threads' new shapes (E6)"
+    upstream = "pytorch#166926; torch/csrc/dynamo/extra_state.cpp, _set_lru_cache"
+
+    def mismatch(self) -> str | None:
+        return None
+
+    def apply(self) -> None:
+        from torch._C._dynamo import eval_frame
+        from torch._dynamo import convert_frame
+
+        if hasattr(eval_frame, "_set_lru_cache"):  # torch 2.10 and newer
+            eval_frame._set_lru_cache(False)
+        else:
+            self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
+
+    def restore(self) -> None:
+        from torch._C._dynamo import eval_frame
+
+        if self.active and hasattr(eval_frame, "_set_lru_cache"):
+            eval_frame._set_lru_cache(True)
+        super().restore()
+
+    def _convert(self, convert: Callable[..., Any], converter: Any, args: Any, kwargs: Any) -> Any:
+        """Let a new entry be used only where none of the older ones may be: Dynamo looks at the newest first."""
+        older = [weakref.ref(entry.guard_manager) for entry in entries(converter, args[0])]
+        conversion = convert(*args, **kwargs)
+        entry = entry_in(conversion)
+        if older and entry is not None:
+
+            def none_is_older(values: dict[str, Any]) -> bool:
+                return not any(manager.check(values) for manager in (reference() for reference in older) if manager)
+
+            entry.guard_manager.root.add_lambda_guard(none_is_older, ["no older entry may be used"])
+        return conversion

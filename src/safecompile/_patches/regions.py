@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from safecompile._core.errors import CheckpointRandomnessError
 from safecompile._patches.company import Others, alone
@@ -68,7 +69,8 @@ class Region:
         # Under another mode, such as an outer region's recomputation, the generators do not tell what is drawn.
         among_modes = torch._C._len_torch_dispatch_stack() > 0
         before = States.of(default_generators((args, kwargs)))
-        if not among_modes and (known is Draws.NOTHING or (known is Draws.DEFAULT and not others.seen)):
+        without = known is Draws.NOTHING or (not others.seen and (known is Draws.DEFAULT or _not_looked_at(known)))
+        if not among_modes and without:
             result = self._function(*args, **kwargs)
             drawn = before.differing(after := States.of(before))
             if not drawn:
@@ -91,6 +93,15 @@ class Region:
         return result, functools.partial(
             _draw_again, key, before, before.differing(States.of(before)), None, recording.tape
         )
+
+
+def _not_looked_at(known: Draws | None) -> bool:
+    """Tell whether a region is left alone, as by torch, until there are other threads.
+
+    Before torch 2.9 the guards of compiled callables see every mode: their region would be compiled once more in the
+    first backward.
+    """
+    return known is None and not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 @contextmanager

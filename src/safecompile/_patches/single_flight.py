@@ -18,7 +18,7 @@ from safecompile._core.events import watched
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.arguments import Arguments
-from safecompile._patches.cache_entries import entries, remember
+from safecompile._patches.cache_entries import entries, entry_in, remember
 from safecompile._patches.company import alone
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.interpreter_exit import InterpreterExit
@@ -27,7 +27,7 @@ from safecompile._patches.point import PatchPoint
 from safecompile._patches.reasons import described, reasons
 from safecompile._patches.resume_functions import RESUME_CODE
 
-__all__ = ["CacheOrder", "SingleFlight"]
+__all__ = ["SingleFlight"]
 
 # A miss that is one only for Dynamo's lookup (a guard that another thread's settings flip) must not go on for ever.
 MOST_TRIES = 100
@@ -127,9 +127,9 @@ class SingleFlight(PatchPoint):
                 described(code),
                 lambda: _blamed(convert, args, kwargs),
                 reasons=lambda: reasons(converter, frame),
-                made=lambda result: getattr(result, "guarded_code", result),
+                made=entry_in,
             )
-        entry = getattr(result, "guarded_code", result)  # older torch returns the entry itself
+        entry = entry_in(result)
         self._keep(code, getattr(entry, "code", None))
         if entry is not None:
             remember(entry.guard_manager, converter)
@@ -246,30 +246,3 @@ def _inserted(guard_manager: Any) -> Callable[[], bool]:
         return manager is None or manager.cache_entry is not None
 
     return inserted
-
-
-class CacheOrder(PatchPoint):
-    name = "cache-order"
-    protects = "a recomputation runs another compiled variant than its forward, after other threads' new shapes (E6)"
-    upstream = "pytorch#166926; torch/csrc/dynamo/extra_state.cpp, _set_lru_cache"
-
-    def needed(self) -> bool:
-        from torch._C._dynamo import eval_frame
-
-        return hasattr(eval_frame, "_set_lru_cache")  # torch 2.10 and newer
-
-    def mismatch(self) -> str | None:
-        return None
-
-    def apply(self) -> None:
-        self._look_at_the_oldest_first(True)
-
-    def restore(self) -> None:
-        if self.active:
-            self._look_at_the_oldest_first(False)
-        super().restore()
-
-    def _look_at_the_oldest_first(self, on: bool) -> None:
-        from torch._C._dynamo import eval_frame
-
-        eval_frame._set_lru_cache(not on)  # type: ignore[attr-defined]
