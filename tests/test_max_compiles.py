@@ -491,7 +491,7 @@ def test_the_error_pickles_with_its_compiles() -> None:
 
 
 def test_reasons_are_worked_out_for_subscribers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from safecompile._patches import single_flight
+    from safecompile._core import events
 
     asked: list[object] = []
 
@@ -499,7 +499,7 @@ def test_reasons_are_worked_out_for_subscribers_only(monkeypatch: pytest.MonkeyP
         asked.append(call)
         return ()
 
-    monkeypatch.setattr(single_flight, "reasons", ask)
+    monkeypatch.setattr(events, "explain", ask)
     f = eager(polynomial)
     with max_compiles(1):
         f(ones(3))
@@ -511,7 +511,7 @@ def test_reasons_are_worked_out_for_subscribers_only(monkeypatch: pytest.MonkeyP
 def test_a_guard_that_cannot_be_asked_leaves_no_more_than_that_another_graph_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from safecompile._patches import reasons as module
+    from safecompile.testing import _reasons as module
 
     def raises(*_: object) -> Any:
         raise RuntimeError("no verbose check")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, TypeVar
 
 from safecompile._core.forks import lock_across_forks
 
-__all__ = ["Compile", "current", "subscribe", "unsubscribe", "watched"]
+__all__ = ["RESUME", "Compile", "current", "explain", "subscribe", "unsubscribe", "watched"]
 
 _R = TypeVar("_R")
+
+RESUME = "torch_dynamo_resume_in_"
+"""How the names begin that Dynamo gives to what follows a graph break."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,25 @@ class Compile:
     seconds: float = 0.0
     error: str | None = None
     """What the compile failed with."""
+
+    @classmethod
+    def of(cls, code: CodeType) -> Compile:
+        """Return what a conversion of ``code`` by Dynamo compiles."""
+        if not code.co_name.startswith(RESUME):
+            # With the class of a method: all modules have a forward.
+            name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]  # from Python 3.11 on
+            return cls("forward", name, code.co_filename, code.co_firstlineno)
+        name, _, line = code.co_name[len(RESUME) :].rpartition("_at_")
+        line = re.match(r"\d*", line)[0]  # type: ignore[index]
+        return cls("resume function", name, code.co_filename, int(line or code.co_firstlineno))
+
+
+def _unexplained(entries: list[Any], frame: Any) -> tuple[str, ...]:
+    return ()
+
+
+explain: Callable[[list[Any], Any], tuple[str, ...]] = _unexplained
+"""Tells why a frame is compiled, from the entries of Dynamo's cache that do not fit it. Set by a tool that subscribes."""
 
 
 # Replaced, never changed, so that a compile reads it without a lock.

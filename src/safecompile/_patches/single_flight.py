@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import torch
 
+from safecompile._core import events
 from safecompile._core.errors import WaitCycleError
-from safecompile._core.events import watched
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.arguments import Arguments
@@ -24,7 +24,6 @@ from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.interpreter_exit import InterpreterExit
 from safecompile._patches.per_call_settings import FullgraphCount
 from safecompile._patches.point import PatchPoint
-from safecompile._patches.reasons import described, reasons
 from safecompile._patches.resume_functions import RESUME_CODE
 
 __all__ = ["SingleFlight"]
@@ -123,10 +122,10 @@ class SingleFlight(PatchPoint):
             return self._run_once_as_it_is("compiled by another thread")
         self._exit.before_compile()
         with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
-            result = watched(
-                described(code),
+            result = events.watched(
+                events.Compile.of(code),
                 lambda: _blamed(convert, args, kwargs),
-                reasons=lambda: reasons(converter, frame),
+                reasons=lambda: events.explain(list(entries(converter, frame)), frame),
                 made=entry_in,
             )
         entry = entry_in(result)

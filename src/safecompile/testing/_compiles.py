@@ -7,13 +7,17 @@ import inspect
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from safecompile._core import events
 from safecompile._core.errors import SafeCompileError, UnsupportedCallableError
 from safecompile._core.events import Compile, subscribe, unsubscribe
 from safecompile._installation import install
+from safecompile.testing._reasons import reasons
 
 __all__ = ["CompileLimitError", "MaxCompiles", "max_compiles", "no_compiles"]
 
 _F = TypeVar("_F")
+
+events.explain = reasons
 
 
 class CompileLimitError(SafeCompileError, AssertionError):

@@ -9,12 +9,9 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
-from safecompile._core.events import Compile
-from safecompile._patches.cache_entries import entries
+from safecompile._core.events import RESUME
 
-__all__ = ["described", "reasons"]
-
-_RESUME = "torch_dynamo_resume_in_"
+__all__ = ["reasons"]
 
 # The order in which a tensor is compared: who fails at a later one is nearer.
 _TENSOR_CHECKS = ("dispatch key", "dtype", "device", "requires_grad", "rank", "size", "stride")
@@ -25,28 +22,16 @@ _OWN_TABLE = re.compile(r"\._(?:modules|parameters|buffers)\['(\w+)'\]")
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
 
-def described(code: CodeType) -> Compile:
-    """Return what a conversion of ``code`` compiles."""
-    if not code.co_name.startswith(_RESUME):
-        # With the class of a method: all modules have a forward.
-        name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]  # from Python 3.11 on
-        return Compile("forward", name, code.co_filename, code.co_firstlineno)
-    name, _, line = code.co_name[len(_RESUME) :].rpartition("_at_")
-    line = re.match(r"\d*", line)[0]  # type: ignore[index]
-    return Compile("resume function", name, code.co_filename, int(line or code.co_firstlineno))
-
-
-def reasons(callback: Any, frame: Any) -> tuple[str, ...]:
+def reasons(entries: list[Any], frame: Any) -> tuple[str, ...]:
     """Return why none of the entries fits the frame, that of the nearest first."""
-    found, any_entry = [], False
-    for entry in entries(callback, frame):
-        any_entry = True
+    found = []
+    for entry in entries:
         with suppress(Exception):  # a guard calls what belongs to the user
             if differences := _differences(entry.guard_manager, frame):
                 found.append(differences)
     found.sort(key=lambda one: one[0])
     texts = tuple(dict.fromkeys(text for _, text in found))
-    return texts or (("another graph is needed",) if any_entry else ("first call",))
+    return texts or (("another graph is needed",) if entries else ("first call",))
 
 
 def _differences(guard_manager: Any, frame: Any) -> tuple[tuple[int, ...], str] | None:
@@ -132,7 +117,7 @@ def _subject(source: re.Match[str], code: CodeType) -> str:
         return f"global {_name(source)}"
     if source[2] in code.co_freevars:
         return f"closure variable {_name(source)}"
-    return f"{'variable' if code.co_name.startswith(_RESUME) else 'argument'} {_name(source)}"
+    return f"{'variable' if code.co_name.startswith(RESUME) else 'argument'} {_name(source)}"
 
 
 def _type(source: str, frame: Any) -> str:
