@@ -1,0 +1,29 @@
+"""What differs between the versions of torch: which faults its own code has, and what it cannot do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+__all__ = ["TORCH", "lacks", "repaired", "unheard_of"]
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"torch {version[0]}.{version[1]}"
+
+
+def repaired(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
+    """Mark a negative control whose fault is gone in ``version`` and later: there the control must fail."""
+    return pytest.mark.xfail(TORCH >= version, strict=True, reason=f"{what}: repaired in {_text(version)}")
+
+
+def unheard_of(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
+    """Mark a negative control whose fault came with ``version``: before, the control must fail."""
+    return pytest.mark.xfail(TORCH < version, strict=True, reason=f"{what}: came with {_text(version)}")
+
+
+def lacks(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
+    """Skip a test of something that torch has from ``version`` on."""
+    return pytest.mark.skipif(TORCH < version, reason=f"{what}: from {_text(version)} on")
