@@ -16,14 +16,14 @@ def _text(version: tuple[int, int]) -> str:
 
 def repaired(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     """Mark a negative control whose fault is gone in ``version`` and later: there the control must fail."""
-    return pytest.mark.xfail(TORCH >= version, strict=True, reason=f"{what}: repaired in {_text(version)}")
+    return pytest.mark.xfail(version <= TORCH, strict=True, reason=f"{what}: repaired in {_text(version)}")
 
 
 def unheard_of(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     """Mark a negative control whose fault came with ``version``: before, the control must fail."""
-    return pytest.mark.xfail(TORCH < version, strict=True, reason=f"{what}: came with {_text(version)}")
+    return pytest.mark.xfail(version > TORCH, strict=True, reason=f"{what}: came with {_text(version)}")
 
 
 def lacks(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     """Skip a test of something that torch has from ``version`` on."""
-    return pytest.mark.skipif(TORCH < version, reason=f"{what}: from {_text(version)} on")
+    return pytest.mark.skipif(version > TORCH, reason=f"{what}: from {_text(version)} on")
