@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import sys
 from collections import deque
@@ -48,6 +49,15 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._states = states
 
+    def __enter__(self) -> Any:
+        if not hasattr(
+            TorchDispatchMode, "supports_higher_order_operators"
+        ):  # torch 2.8 and older ask for a rule of each
+            for operator in torch._ops._higher_order_ops.values():
+                rule = functools.partial(_as_any_other, operator)
+                operator.python_key_table.setdefault(type(self), rule)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
@@ -77,6 +87,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that may draw inside: a custom one, or one that calls functions."""
         raise NotImplementedError
+
+
+def _as_any_other(operator: Any, mode: _Mode, /, *args: Any, **kwargs: Any) -> Any:
+    return mode.__torch_dispatch__(operator, (), args, kwargs)
 
 
 _Tape = list[tuple[Any, Any, bool]]  # operator, its numbers if it drew, whether from a generator of the user's own

@@ -9,12 +9,13 @@ others are left alone, after a look at whether the generators are as they were.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ __all__ = ["Region", "TorchCheckpoint"]
 
 # Which kind of generator a region drew from when it was last looked at, by what it runs.
 _known: dict[Any, Draws] = {}
-_MOST_KNOWN, _MOST_PARTS = 10_000, 64
+_MOST_KNOWN, _MOST_PARTS, _MOST_SEEN = 10_000, 64, 10_000
 
 _Again = Callable[[], AbstractContextManager[Any]]
 
@@ -69,9 +70,12 @@ class Region:
         # Under another mode, such as an outer region's recomputation, the generators do not tell what is drawn.
         among_modes = torch._C._len_torch_dispatch_stack() > 0
         before = States.of(default_generators((args, kwargs)))
-        without = known is Draws.NOTHING or (not others.seen and (known is Draws.DEFAULT or _not_looked_at(known)))
+        left_alone = known is None and _better_left_alone([self._function, args, kwargs])
+        without = known is Draws.NOTHING or (not others.seen and (known is Draws.DEFAULT or left_alone))
         if not among_modes and without:
             result = self._function(*args, **kwargs)
+            if left_alone:
+                recompute_to_the_end()
             drawn = before.differing(after := States.of(before))
             if not drawn:
                 return result, nullcontext
@@ -95,13 +99,41 @@ class Region:
         )
 
 
-def _not_looked_at(known: Draws | None) -> bool:
-    """Tell whether a region is left alone, as by torch, until there are other threads.
+def _better_left_alone(things: list[Any]) -> bool:
+    """Tell whether a region of unknown kind is left alone, as by torch, until there are other threads.
 
-    Before torch 2.9 the guards of compiled callables see every mode: their region would be compiled once more in the
-    first backward.
+    Before torch 2.9 the guards of a compiled callable see the mode that looks for random numbers: it would be compiled
+    once more, in the first backward. So a region that reaches one, by what it holds and the globals that it names, is
+    left alone if it reaches no generator of the user's own.
     """
-    return known is None and not hasattr(TorchDispatchMode, "ignore_compile_internals")
+    if hasattr(TorchDispatchMode, "ignore_compile_internals"):
+        return False
+    seen, compiled = set[int](), False
+    while things and len(seen) < _MOST_SEEN:
+        thing = things.pop()
+        if isinstance(thing, torch.Generator) and thing is not torch.default_generator:
+            return False
+        module = isinstance(thing, torch.nn.Module)
+        if (
+            id(thing) in seen
+            or isinstance(thing, (type, ModuleType))
+            or (_is_torchs(type(thing).__module__) and not module)
+        ):
+            continue
+        seen.add(id(thing))
+        own = getattr(thing, "__dict__", {})
+        compiled |= "_torchdynamo_orig_callable" in own or own.get("_compiled_call_impl") is not None
+        names = thing.__globals__ if isinstance(thing, FunctionType) else None
+        things += [part for part in gc.get_referents(thing) if part is not names]
+        if names and not _is_torchs(names.get("__name__", "")):
+            things += [names[name] for name in thing.__code__.co_names if name in names]
+        if module:
+            things.append(type(thing).forward)
+    return compiled and not things
+
+
+def _is_torchs(module: str) -> bool:
+    return module.partition(".")[0] in {"torch", "safecompile"}
 
 
 @contextmanager

@@ -38,14 +38,17 @@ class ResumeFunctions(PatchPoint):
         return None if has_method else "torch._dynamo.output_graph.OutputGraph has no install_global_unsafe"
 
     def apply(self) -> None:
+        from torch._dynamo.codegen import PyCodegen
         from torch._dynamo.output_graph import OutputGraph
 
-        skip_frames_of(RESUME_CODE)
+        for code in (RESUME_CODE, _resumable.__code__, _resumable_from.__code__, _callback_getter.__code__):
+            skip_frames_of(code)
         self.wrap(OutputGraph, "install_global_unsafe", self._install_global)
+        self.wrap(PyCodegen, "make_function_with_closure", self._make_function)
 
     def _install_global(self, install: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
         def wrapped(name: str, value: Any) -> None:
-            if name.startswith("__resume_at_"):
+            if name.startswith("__resume_at_") and not isinstance(value, CodeType):  # code: _make_function
                 if value.__name__ == name:
                     value = _resumable(self._gate, value)
                 else:  # resume functions with free variables are made by a factory at run time
@@ -53,6 +56,16 @@ class ResumeFunctions(PatchPoint):
             install(name, value)
 
         wrapped(*args, **kwargs)
+
+    def _make_function(self, make: Callable[..., None], codegen: Any, args: Any, kwargs: Any) -> None:
+        """Wrap what torch before 2.12 makes in the frame itself from code with free variables, and has no factory for."""
+        from torch._dynamo.bytecode_transformation import create_call_function, create_load_const, create_swap
+
+        make(*args, **kwargs)
+        output, wrapper = codegen.get_instructions(), functools.partial(_resumable, self._gate)
+        made = max(i for i, made in enumerate(output) if made.opname in {"MAKE_FUNCTION", "SET_FUNCTION_ATTRIBUTE"})
+        load = create_load_const(wrapper, checked=False)
+        output[made + 1 : made + 1] = [load, *create_swap(2), *create_call_function(1, push_null=True)]
 
 
 def _resumable(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
