@@ -19,6 +19,7 @@ from safecompile import UnsupportedCallableError, checkpoint, checkpoint_sequent
 from tests.helpers.backends import CountingBackend
 from tests.helpers.regions import (
     COMPANIES,
+    COMPILED_ONCE,
     SECONDS,
     alone,
     another_thread,
@@ -33,6 +34,7 @@ from tests.helpers.regions import (
     two_dropouts,
 )
 from tests.helpers.threads import run_threads, switch_interval
+from tests.helpers.torch_version import lacks
 
 pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
@@ -193,6 +195,7 @@ def test_decorated_functions_may_be_nested() -> None:
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+@COMPILED_ONCE
 def test_a_decorated_compiled_callable_and_a_compiled_decorated_one_are_right() -> None:
     backend = CountingBackend()
     inside: Any = checkpoint(thread_safe_compile(two_dropouts, backend=backend))
@@ -284,6 +287,7 @@ def test_a_sequence_of_nothing_and_the_reentrant_kind_are_refused() -> None:
         checkpoint_sequential([torch.sin] * 4, 2, ones(), use_reentrant=True)
 
 
+@lacks((2, 9), "early_stop as an option")
 def test_checkpoint_sequential_takes_any_iterable_and_the_options_of_checkpoint() -> None:
     ends = 0
 

@@ -15,6 +15,7 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.helpers.threads import run_threads
+from tests.helpers.torch_version import limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,6 +71,8 @@ def alone() -> Iterator[None]:
 
 COMPANIES = {"alone": alone, "among threads": another_thread}
 in_any_company = pytest.mark.usefixtures("company")  # the test runs once in each
+
+COMPILED_ONCE = limit((2, 9), "one compile for a callable in a region that looks for random numbers")
 
 
 def draw(size: int = 64) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["TORCH", "lacks", "repaired", "unheard_of"]
+__all__ = ["TORCH", "lacks", "limit", "repaired", "unheard_of"]
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -27,3 +27,8 @@ def unheard_of(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
 def lacks(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     """Skip a test of something that torch has from ``version`` on."""
     return pytest.mark.skipif(version > TORCH, reason=f"{what}: from {_text(version)} on")
+
+
+def limit(version: tuple[int, int], what: str, *, always: bool = True) -> pytest.MarkDecorator:
+    """Mark what the library cannot do with torch before ``version``, always or now and then; the docs say so."""
+    return pytest.mark.xfail(version > TORCH, strict=always, reason=f"{what}: from {_text(version)} on")
