@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["TORCH", "lacks", "limit", "repaired", "unheard_of"]
+__all__ = ["RECOMPILE_LIMIT", "TORCH", "lacks", "limit", "repaired", "unheard_of"]
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+# The setting of Dynamo for how often a function may be compiled.
+RECOMPILE_LIMIT = "recompile_limit" if TORCH >= (2, 7) else "cache_size_limit"
 
 
 def _text(version: tuple[int, int]) -> str:
