@@ -37,13 +37,20 @@ def configuration() -> tuple[Any, ...]:
     )
 
 
+def default_device_in_force() -> torch.device | None:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.8, once set_default_device(None) was called
+        return torch.device("cpu")
+
+
 def settings_in_force() -> dict[str, Any]:
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "autocast cache": torch.is_autocast_cache_enabled(),
-        "device": torch.get_default_device(),
+        "device": default_device_in_force(),
         "device of new": torch.empty(1).device,
         "dtype": torch.get_default_dtype(),
         "config": configuration(),

@@ -23,7 +23,18 @@ from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
-from tests.helpers.tracing import TRACES, Block, BlockTracer, Held, Model, example, held_trace, is_exporting, rows
+from tests.helpers.tracing import (
+    TRACES,
+    Block,
+    BlockTracer,
+    Held,
+    Model,
+    example,
+    held_trace,
+    is_exporting,
+    is_symbolic_tracing,
+    rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +100,7 @@ def flags() -> tuple[bool, ...]:
     return (
         torch.compiler.is_compiling(),
         is_exporting(),
-        torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
+        is_symbolic_tracing(),
     )
 
 

@@ -91,7 +91,7 @@ class ThreadContext:
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = {device: _autocast(device) for device in _device_types()}
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._default_device = torch.get_default_device()
+        self._default_device = _default_device()
         self._default_dtype = torch.get_default_dtype()
         self._stream = torch.accelerator.current_stream() if _accelerator_in_use() else None
         self._threads = torch.get_num_threads()
@@ -136,7 +136,7 @@ class ThreadContext:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(self._threads)
         undo.enter_context(_default_dtype.set(self._default_dtype))
-        if torch.get_default_device() != self._default_device:
+        if _default_device() != self._default_device:
             undo.enter_context(self._default_device)
         if self._stream is not None:
             undo.callback(torch.accelerator.set_stream, torch.accelerator.current_stream())
@@ -150,6 +150,11 @@ class ThreadContext:
         # Last, for inference mode sets it as well.
         if torch.is_grad_enabled() != self._grad:
             undo.enter_context(torch.set_grad_enabled(self._grad))
+
+
+def _default_device() -> torch.device:
+    # Not torch.get_default_device(), which raises in torch 2.8 once set_default_device(None) was called.
+    return torch.empty(0).device
 
 
 def _device_types() -> list[str]:

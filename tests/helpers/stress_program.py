@@ -27,7 +27,7 @@ from torch import Tensor
 import safecompile
 from tests.helpers.threads import gather_threads, switch_interval
 from tests.helpers.torch_state import changes, snapshot
-from tests.helpers.tracing import TRACES, example, is_exporting, rows
+from tests.helpers.tracing import TRACES, example, is_exporting, is_symbolic_tracing, rows
 
 THREADS = 8
 # Past the end, until each thread has ended what it was doing.
@@ -361,7 +361,7 @@ class Worker:
         flags = (
             torch.compiler.is_compiling(),
             is_exporting(),
-            torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
+            is_symbolic_tracing(),
         )
         if any(flags):
             raise Wrong(f"an eager thread is told that it compiles, exports, traces: {flags}")
