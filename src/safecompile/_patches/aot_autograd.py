@@ -50,10 +50,12 @@ class LazyBackward(PatchPoint):
             self.wrap(runtime_wrappers._AutogradBackwardCompiler, "get_or_compile", self._get_or_compile)
         else:  # torch 2.12 and older
             self.wrap(runtime_wrappers.AOTDispatchAutograd, "post_compile", self._post_compile)
-            # What it measures begins before its compile, and so before it has the lock.
-            metrics: Any = vars(utils)["_METRICS_CONTEXT"]
-            per_thread = type("MetricsPerThread", (type(metrics), threading.local), {})
-            self.replace(utils, "_METRICS_CONTEXT", per_thread(on_exit=metrics._on_exit))
+            metrics: Any = vars(utils).get("_METRICS_CONTEXT")
+            if (
+                metrics is not None
+            ):  # older torch: what it measures begins before its compile, and so before it has the lock
+                per_thread = type("MetricsPerThread", (type(metrics), threading.local), {})
+                self.replace(utils, "_METRICS_CONTEXT", per_thread(on_exit=metrics._on_exit))
 
     def _get_or_compile(self, compile_it: Callable[..., Any], compiler: Any, args: Any, kwargs: Any) -> Any:
         if compiler.compiled_bw is not None:
