@@ -112,6 +112,7 @@ def test_what_cannot_be_compiled_is_refused_when_it_is_given(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:FutureWarning")  # from torch 2.15 on
 @pytest.mark.parametrize("make", [scripted, traced])
 def test_scripted_and_traced_modules_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(

@@ -35,7 +35,7 @@ from tests.helpers.regions import (
     two_dropouts,
 )
 from tests.helpers.threads import gather_threads, run_threads, switch_interval
-from tests.helpers.torch_version import lacks, limit
+from tests.helpers.torch_version import TORCH, lacks, limit
 
 Checkpoint = Callable[..., Any]
 
@@ -1289,6 +1289,10 @@ def test_four_threads_with_a_region_in_a_compiled_callable_are_right() -> None:
         assert "wrong" not in in_four_threads(step)
 
 
+# Not strict: which schedules a machine meets is chance.
+@pytest.mark.xfail(
+    TORCH >= (2, 14), strict=False, reason="from torch 2.14 on, Inductor puts the generator back, too: unsupported"
+)
 @pytest.mark.inductor
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_four_threads_with_a_region_compiled_by_inductor_are_right() -> None:

@@ -34,6 +34,7 @@ from tests.helpers.regions import (
     two_dropouts,
 )
 from tests.helpers.threads import run_threads, switch_interval
+from tests.helpers.torch_version import lacks
 
 
 @pytest.fixture
@@ -96,6 +97,16 @@ def in_four_threads(use_reentrant: bool) -> set[bool]:
 @pytest.mark.usefixtures("installed")
 def test_four_threads_with_torchs_own_are_right(use_reentrant: bool) -> None:
     assert in_four_threads(use_reentrant) == {True}
+
+
+@lacks((2, 14), "checkpoint as a decorator")
+@both_runs
+@pytest.mark.usefixtures("installed")
+def test_a_function_that_torchs_own_has_decorated_is_right_too(run: int) -> None:
+    decorate: Any = torch_checkpoint
+    x = ones()
+    y = decorate(use_reentrant=False)(interrupted_in(run))(x)
+    assert torch.equal(backward(y, x), right_gradient(y, x))
 
 
 @pytest.mark.usefixtures("installed")
@@ -174,8 +185,8 @@ def test_what_torch_refuses_it_refuses_still() -> None:
         torch_checkpoint(torch.sin, ones(), use_reentrant=False, determinism_check="strict")
     with pytest.raises(ValueError, match="power"):
         torch_checkpoint(torch.sin, ones(), use_reentrant=True, power=3)
-    with pytest.raises(TypeError):
-        torch_checkpoint()  # type: ignore[call-arg]
+    with pytest.raises((TypeError, ValueError)):  # with no argument but keywords of a region
+        torch_checkpoint(power=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.usefixtures("installed")
@@ -250,9 +261,10 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
 
 def test_the_parameters_are_torchs_and_all_is_put_back(nothing_compiled: None) -> None:
     safecompile.uninstall()
-    function: Any = inspect.unwrap(torch_checkpoint)
-    code, signature, attributes = function.__code__, inspect.signature(function), set(vars(function))
-    names = parameters(function)
+    implementation = getattr(torch.utils.checkpoint, "_checkpoint_impl", torch_checkpoint)  # from torch 2.14 on
+    function: Any = inspect.unwrap(implementation)
+    code, signature, attributes = function.__code__, inspect.signature(torch_checkpoint), set(vars(function))
+    names = parameters(torch_checkpoint)
     assert "__signature__" not in attributes
     safecompile.install()
     assert function.__code__ is not code

@@ -252,7 +252,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def recompute_to_the_end() -> None:
     """Switch early stopping off for the checkpoint whose forward runs now."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != (_FILE, "checkpoint"):
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) not in _MAKES_REGIONS:
         frame = frame.f_back
     generator: Any = frame and frame.f_locals.get("gen")
     region = generator and generator.gi_frame and generator.gi_frame.f_locals.get("new_frame")
@@ -261,3 +261,5 @@ def recompute_to_the_end() -> None:
 
 
 _FILE = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__.co_filename
+# From torch 2.14 on, the first of these calls the second.
+_MAKES_REGIONS = {(_FILE, "checkpoint"), (_FILE, "_checkpoint_impl")}

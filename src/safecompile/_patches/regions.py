@@ -221,14 +221,20 @@ class TorchCheckpoint(PatchPoint):
     old_code_may_run = True
 
     def mismatch(self) -> str | None:
-        missing = not inspect.isfunction(inspect.unwrap(torch.utils.checkpoint.checkpoint))
+        missing = not inspect.isfunction(_function())
         return "torch.utils.checkpoint.checkpoint is not a function" if missing else None
 
     def apply(self) -> None:
-        function: Any = inspect.unwrap(torch.utils.checkpoint.checkpoint)
+        function = _function()
         original = copy_of(function)
         self.replace(function, "__signature__", inspect.signature(original))  # Dynamo divides keywords by it
         self.recode(function, redirecting(functools.partial(_checkpoint, original)))
+
+
+def _function() -> Any:
+    """Return what each region is made by: from torch 2.14 on, calls of what ``checkpoint`` has decorated pass it by."""
+    module = torch.utils.checkpoint
+    return getattr(module, "_checkpoint_impl", None) or inspect.unwrap(module.checkpoint)
 
 
 def _checkpoint(original: Callable[..., Any], /, *args: Any, **options: Any) -> Any:

@@ -85,9 +85,15 @@ THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         '"_CURRENT_DESERIALIZER is already set" when two threads load exported programs (E3)',
     ),
     (
+        "fake-kernel-context",
+        "torch._library.fake_impl",
+        {"global_ctx_getter": Own("get_none")},
+        "a custom operator's fake kernel makes the sizes of another thread's trace (E3)",
+    ),
+    (
         "generated-code",
         "torch.fx.graph_module",
-        {"_forward_from_src": Own()},
+        {"_forward_from_src": Own("_forward_from_src")},
         "modules traced beside a compile are never compiled, in silence (S5)",
     ),
     (

@@ -33,8 +33,11 @@ __all__ = ["EMPLOYER", "Made", "Own", "ThreadGlobals"]
 EMPLOYER = "employer"
 
 
+@dataclass(frozen=True)
 class Own:
-    """A default that is the module's function of this name, also while somebody has put another one in its place."""
+    """A default that is a function of the module's, also while somebody has put another one in its place."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class ThreadGlobals(PatchPoint):
     def apply(self) -> None:
         module = importlib.import_module(self.module)
         names = self._present()
-        local, count = _local_storage(module, {name: _default(module, name, self._defaults[name]) for name in names})
+        local, count = _local_storage(module, {name: _default(module, self._defaults[name]) for name in names})
         values = {"local": local, "set": count, "seen": _Seen(local)}
         self._changed = self._changed or rewritten(module, names, _Redirect(self._defaults))
         for function in functions_of(module):
@@ -134,9 +137,9 @@ class _Redirect(ast.NodeTransformer):
         return own
 
 
-def _default(module: ModuleType, name: str, value: Any) -> Any:
+def _default(module: ModuleType, value: Any) -> Any:
     if isinstance(value, Own):
-        return next(function for function in functions_of(module) if function.__name__ == name)
+        return next(function for function in functions_of(module) if function.__name__ == value.name)
     return value
 
 
