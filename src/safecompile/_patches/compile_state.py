@@ -67,7 +67,8 @@ class CompileState(PatchPoint):
         preserve: Any = inspect.unwrap(utils.preserve_rng_state)
         original = copy_of(preserve)
         self.recode(preserve, redirecting(lambda: _preserved(original)))
-        # Dynamo's C++ code calls these around its callback.
+        if "setstate" in code.co_names:
+            return  # torch 2.11 and older; Dynamo's C++ code calls these around its callback in newer torch
         self.wrap(random, "getstate", self._get_state)
         self.wrap(random, "setstate", self._set_state)
         self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
@@ -101,6 +102,7 @@ class _OnlyAlone(ast.NodeTransformer):
     _restores = frozenset(
         {
             "set_rng_state",
+            "setstate",
             "use_deterministic_algorithms",
             "set_default_dtype",
             "_set_fp32_precision_setter",
