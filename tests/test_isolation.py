@@ -23,6 +23,7 @@ from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
+from tests.helpers.torch_version import ASKS_IN_A_COMPILE
 from tests.helpers.tracing import (
     TRACES,
     Block,
@@ -485,6 +486,7 @@ check()
 # --- compiling flags
 
 
+@ASKS_IN_A_COMPILE
 def test_is_compiling_is_true_in_the_compiling_thread_only() -> None:
     seen: dict[str, bool] = {}
     gate = CountingBackend(gated=True)
@@ -507,6 +509,7 @@ def test_is_compiling_is_true_in_the_compiling_thread_only() -> None:
     assert flags() == (False, False, False)
 
 
+@ASKS_IN_A_COMPILE
 def test_control_is_compiling_is_true_in_all_threads_of_torch_alone() -> None:
     run_forked("""
         import threading, torch
@@ -522,6 +525,7 @@ def test_control_is_compiling_is_true_in_all_threads_of_torch_alone() -> None:
     """).check()
 
 
+@ASKS_IN_A_COMPILE
 def test_is_compiling_is_true_in_the_code_of_a_wrapper_subclass_inside_a_compile_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -567,6 +571,7 @@ def test_a_compile_after_reset_does_not_wait_for_entries_that_are_gone(monkeypat
     assert waits == []
 
 
+@ASKS_IN_A_COMPILE
 def test_is_compiling_is_true_in_a_helper_thread_of_the_compile() -> None:
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         assert run_threads(lambda _: torch.compiler.is_compiling(), 2) == [True, True]

@@ -25,6 +25,7 @@ from safecompile._core import waits
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads
+from tests.helpers.torch_version import ASKS_IN_A_COMPILE
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -458,6 +459,7 @@ def test_threads_go_on_waiting_also_when_the_main_thread_joins_them_and_knows_th
 # --- whether a thread is told that it is part of a compile
 
 
+@ASKS_IN_A_COMPILE
 @pytest.mark.parametrize("name", ["thread", "thread of a thread", "future", "map of multiprocessing", "older pool"])
 def test_is_compiling_is_true_in_threads_that_work_for_a_compile(name: str) -> None:
     told: list[bool] = []
@@ -465,6 +467,7 @@ def test_is_compiling_is_true_in_threads_that_work_for_a_compile(name: str) -> N
     assert told and all(told)
 
 
+@ASKS_IN_A_COMPILE
 def test_is_compiling_is_false_in_other_threads_meanwhile() -> None:
     asked, told, end = queue.SimpleQueue[Any](), queue.SimpleQueue[bool](), object()
 
@@ -494,6 +497,7 @@ def test_is_compiling_is_false_in_other_threads_meanwhile() -> None:
     thread.join()
 
 
+@ASKS_IN_A_COMPILE
 def test_is_compiling_is_false_in_a_thread_that_outlives_the_compile_which_started_it() -> None:
     told: list[bool] = []
     begun, ended = threading.Event(), threading.Event()
@@ -544,6 +548,7 @@ def test_is_compiling_is_false_in_a_thread_that_outlives_its_compile_during_late
     assert answers == [False]
 
 
+@ASKS_IN_A_COMPILE
 def test_a_pools_worker_is_part_of_a_compile_only_in_the_tasks_of_that() -> None:
     told: list[tuple[str, bool, str]] = []
 
@@ -585,6 +590,7 @@ def test_threads_and_pools_are_as_before_after_an_uninstallation() -> None:
     assert not hasattr(ThreadPoolExecutor.submit, "__wrapped__")
 
 
+@ASKS_IN_A_COMPILE
 def test_control_torch_alone_tells_all_threads_and_none_by_what_they_do() -> None:
     run_forked(
         """

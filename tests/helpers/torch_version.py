@@ -35,3 +35,7 @@ def lacks(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
 def limit(version: tuple[int, int], what: str, *, always: bool = True) -> pytest.MarkDecorator:
     """Mark what the library cannot do with torch before ``version``, always or now and then; the docs say so."""
     return pytest.mark.xfail(version > TORCH, strict=always, reason=f"{what}: from {_text(version)} on")
+
+
+# In 2.11 and before, is_compiling() is true in traced code only, and not in what a compile runs: backends, subclasses.
+ASKS_IN_A_COMPILE = lacks((2, 13), "is_compiling() in the code that a compile runs")

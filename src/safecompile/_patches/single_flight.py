@@ -69,7 +69,7 @@ class SingleFlight(PatchPoint):
         return None
 
     def apply(self) -> None:
-        from torch._dynamo import convert_frame, decorators
+        from torch._dynamo import convert_frame, decorators, guards
 
         self._disabled_code = getattr(decorators, "_nonrecursive_disable_wrapper_code", None)  # torch 2.8 and newer
         own = Path(SingleFlight._convert.__code__.co_filename).parent
@@ -78,6 +78,17 @@ class SingleFlight(PatchPoint):
             self.wrap(torch._dynamo, name, self._reset)
         self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
         self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
+        self.wrap(guards.CheckFunctionManager, "invalidate", self._invalidate)
+
+    def _invalidate(self, invalidate: Callable[..., None], made: Any, args: Any, kwargs: Any) -> None:
+        """Keep the guards of an entry when an object is gone that they look for: other threads may be inside them.
+
+        They are kept with the entry, which torch keeps as well. It lets go of the interpreter lock in each check.
+        """
+        checked = getattr(made, "guard_manager", None)
+        invalidate(*args, **kwargs)
+        if checked is not None and made.guard_manager is not checked:
+            made.guard_manager.in_place_of = checked
 
     def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
         exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # older torch has one of them
