@@ -57,7 +57,8 @@ class Patches:
         self._held: set[int] = set()
         self._warned = self._free_threads = False
         self._mismatches: list[str] = []
-        fx, count, at_exit = FXPatches(skip_frames_of), FullgraphCount(), InterpreterExit(fx_trace_lock)
+        self._fx = fx = FXPatches(skip_frames_of)
+        count, at_exit = FullgraphCount(), InterpreterExit(fx_trace_lock)
         flags = {row[0]: ThreadGlobals(*row) for row in THREAD_GLOBALS}
         self.points: tuple[PatchPoint, ...] = (
             *flags.values(),
@@ -94,7 +95,7 @@ class Patches:
         """
         if gate.epoch and not (strict and self._mismatches):
             return gate.epoch
-        if fx_trace_lock.owned_by_torch():
+        if fx_trace_lock.owned_by_torch() or self._fx.began_before():
             return 0
         while True:
             if self._reset.locked() and (epoch := self.wait_for_reset()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import inspect
 import sys
 import threading
 from collections import defaultdict
@@ -21,7 +22,7 @@ from typing import Any, cast
 import torch
 
 from safecompile._core.forks import lock_across_forks
-from safecompile._patches.point import PatchPoint
+from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.rewriting import copy_of, redirecting
 
 __all__ = ["FXPatches", "LazyGraphModules"]
@@ -108,6 +109,17 @@ class FXPatches(PatchPoint):
         names = ("_Patcher", "_autowrap_check", "_create_wrapped_func", "_orig_module_call", "_orig_module_getattr")
         missing = [name for name in names if not hasattr(fx, name)]
         return f"torch.fx._symbolic_trace has no {', '.join(missing)}" if missing else None
+
+    # From torch 2.14 on nothing in `trace` itself is replaced; still no patches may come or go in the middle of one.
+    def replaced_code(self) -> set[CodeType]:
+        return super().replaced_code() | _trace_code()
+
+    def replacing_code(self) -> set[CodeType]:
+        return super().replacing_code() | _trace_code()
+
+    def began_before(self) -> bool:
+        """Tell whether the calling thread is inside a trace that does not know of the patches."""
+        return not self.active and threading.get_ident() in threads_running(_trace_code())
 
     def apply(self) -> None:
         from torch.fx import _symbolic_trace as fx
@@ -255,6 +267,10 @@ class LazyGraphModules(PatchPoint):
         if module._needs_recompile():
             with self._making:
                 make()  # looks again
+
+
+def _trace_code() -> set[CodeType]:
+    return {inspect.unwrap(cast("Any", torch.fx.Tracer.trace)).__code__}
 
 
 def _trace_on_one_thread(trace: Callable[..., Any], tracer: Any, args: Any, kwargs: Any) -> Any:
