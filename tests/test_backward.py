@@ -61,9 +61,10 @@ def test_stock_torch_compiles_a_first_backward_several_times() -> None:
             f = torch.compile(cubic, backend=backend, dynamic=False)
             outputs = [f(torch.randn(5, 4, requires_grad=True)).sum() for _ in range(16)]
             with switch_interval(1e-6):
-                gather_threads(lambda index: outputs[index].backward(), 16)
+                ends = gather_threads(lambda index: outputs[index].backward(), 16)
             counts.append(backend.backward.count)
-            if counts[-1] > 1:
+            # Before torch 2.9 they fail before they compile: "Metric(s) ... have already been set".
+            if counts[-1] > 1 or any(isinstance(end, RuntimeError) for end in ends):
                 break
         else:
             raise SystemExit(f"the fault never showed: {counts}")
