@@ -53,7 +53,7 @@ class LazyBackward(PatchPoint):
             metrics: Any = vars(utils).get("_METRICS_CONTEXT")
             if (
                 metrics is not None
-            ):  # older torch: what it measures begins before its compile, and so before it has the lock
+            ):  # torch 2.8 and older: it measures before its compile, and so before it has the lock
                 per_thread = type("MetricsPerThread", (type(metrics), threading.local), {})
                 self.replace(utils, "_METRICS_CONTEXT", per_thread(on_exit=metrics._on_exit))
 
