@@ -9,6 +9,9 @@ from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
+from tests.helpers.torch_version import lacks
+
+counted = lacks((2, 13), "the count of compiled frames")
 
 COUNT = """
 import torch._dynamo.eval_frame as eval_frame
@@ -20,10 +23,12 @@ assert begins == {wanted}, begins
 """
 
 
+@counted
 def test_each_thread_has_a_count_of_its_own() -> None:
     run_forked(f"import safecompile; safecompile.install()\n{COUNT.format(wanted=-1)}").check()
 
 
+@counted
 def test_control_torch_alone_has_one_count_for_the_process() -> None:
     run_forked(COUNT.format(wanted=0)).check()
 
@@ -41,6 +46,7 @@ def test_fullgraph_calls_of_many_threads_go_on_at_once() -> None:
         run_threads(work, 8)
 
 
+@counted
 @pytest.mark.usefixtures("nothing_compiled")
 def test_a_fullgraph_call_that_compiles_nothing_is_still_an_error_for_one_thread() -> None:
     f = thread_safe_compile(lambda x: x + 1, backend="eager", fullgraph=True)
