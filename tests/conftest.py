@@ -29,6 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def device_guard_of_the_main_thread() -> None:
+    """Have what the patches see to (C3) before a test compiles on a thread that ends, and without the patches."""
+    import torch
+
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        getattr(torch._C, "_ensureCUDADeviceGuardSet", bool)()
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Start with nothing compiled, and leave nothing compiled and nothing patched behind."""

@@ -14,6 +14,9 @@ import safecompile
 from tests.helpers.threads import switch_interval
 
 library, children, seconds = sys.argv[1] == "library", int(sys.argv[2]), float(sys.argv[3])
+# Autograd starts its threads now. Later, torch's CUDA build would start one for a device that is not there, and then
+# the children could have no backward.
+torch.ones(1, requires_grad=True).sum().backward()
 if library:
     safecompile.install()
 reset = safecompile.reset if library else int

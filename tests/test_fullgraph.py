@@ -9,7 +9,7 @@ from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
-from tests.helpers.torch_version import lacks
+from tests.helpers.torch_version import lacks, repaired
 
 counted = lacks((2, 13), "the count of compiled frames")
 
@@ -29,6 +29,7 @@ def test_each_thread_has_a_count_of_its_own() -> None:
 
 
 @counted
+@repaired((2, 15), "the count of compiled frames is the process's")
 def test_control_torch_alone_has_one_count_for_the_process() -> None:
     run_forked(COUNT.format(wanted=0)).check()
 

@@ -18,6 +18,7 @@ from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads
+from tests.helpers.torch_version import TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -419,6 +420,7 @@ INLINED = {
     "bound method held": lambda: (WithBoundMethod(4.0), lambda x: x * 4),
     "module in place": lambda: (in_place(5.0), lambda x: x * 5),
     "module in a module": lambda: (Container(6.0), lambda x: x * 6),
+    "static method": lambda: (Static.static, lambda x: x * 3),
     "static and class methods": lambda: (Static.both, lambda x: x * 3 + x + 2),
     "guarded in guarded": lambda: (twice, lambda x: x * 4),
 }
@@ -442,8 +444,16 @@ class Static:
         return Static.static(x) + Static.cls_method(x)
 
 
+CLASS_METHODS = pytest.mark.xfail(
+    TORCH >= (2, 15), strict=True, reason="torch 2.15 cannot inline a compiled class method, a plain one neither"
+)
+
+
 @pytest.mark.parametrize("outer", ["torch.compile", "guarded"])
-@pytest.mark.parametrize("kind", INLINED)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[CLASS_METHODS] if kind == "static and class methods" else []) for kind in INLINED],
+)
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
 def test_an_outer_compile_inlines_a_guarded_callable_into_one_graph(kind: str, outer: str, cold: bool) -> None:
     inner, want = INLINED[kind]()
