@@ -50,10 +50,9 @@ class LazyBackward(PatchPoint):
             self.wrap(runtime_wrappers._AutogradBackwardCompiler, "get_or_compile", self._get_or_compile)
         else:  # torch 2.12 and older
             self.wrap(runtime_wrappers.AOTDispatchAutograd, "post_compile", self._post_compile)
+            # In torch 2.8 and older, what it measures begins before its compile, and so before it has the lock.
             metrics: Any = vars(utils).get("_METRICS_CONTEXT")
-            if (
-                metrics is not None
-            ):  # torch 2.8 and older: it measures before its compile, and so before it has the lock
+            if metrics is not None:
                 per_thread = type("MetricsPerThread", (type(metrics), threading.local), {})
                 self.replace(utils, "_METRICS_CONTEXT", per_thread(on_exit=metrics._on_exit))
 
