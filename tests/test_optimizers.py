@@ -17,6 +17,7 @@ from safecompile import thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.subprocess_run import run_isolated
 from tests.helpers.threads import run_threads, switch_interval
+from tests.helpers.torch_version import unheard_of
 from tests.helpers.tracing import TRACES, Model, held_trace
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -205,7 +206,9 @@ def test_steps_of_a_trajectory_that_begins_alone_and_goes_on_beside_a_compile(
 def make(number: int) -> Any:
     """Make a function with code of its own: one code would be one table in Dynamo."""
     namespace: dict[str, Any] = {}
-    exec(f"def add_{number}(x):\n    return (x + {number}).sin()\n", namespace)
+    source = f"def add_{number}(x):\n    return (x + {number}).sin()\n"
+    # Torch 2.8 and older wrap a function from no file in one of their own, whose code it shares with all others.
+    exec(compile(source, __file__, "exec"), namespace)
     return namespace[f"add_{number}"]
 
 
@@ -293,6 +296,7 @@ print(json.dumps({"held": held, "stream": sorted(stream_wrong)}))
 """
 
 
+@unheard_of((2, 13), "is_compiling() in optimizers beside a compile")
 def test_control_steps_beside_compiles_are_others_with_torch_alone() -> None:
     wrong = json.loads(run_isolated(CONTROL, timeout=100).check().stdout)
     assert wrong == {"held": [list(variant) for variant in VARIANTS], "stream": sorted(OPTIMIZERS)}
