@@ -31,11 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def device_guard_of_the_main_thread() -> None:
-    """Have what the patches see to (C3) before a test compiles on a thread that ends, and without the patches."""
-    import torch
+    from tests.helpers.device_guard import ask_for_the_device_guard
 
-    if torch.version.cuda is not None and not torch.cuda.is_available():
-        getattr(torch._C, "_ensureCUDADeviceGuardSet", bool)()
+    ask_for_the_device_guard()
 
 
 @pytest.fixture

@@ -113,8 +113,10 @@ def test_a_call_in_flight_compiles_a_new_shape_while_a_reset_waits_for_its_end(
 OVERLAPPING = """
 import sys, threading, torch, safecompile
 from tests.helpers.backends import CountingBackend
+from tests.helpers.device_guard import ask_for_the_device_guard
 from tests.helpers.threads import gather_threads
 
+ask_for_the_device_guard()
 how, company = sys.argv[1:]
 first_inside, first_done, second_inside = threading.Event(), threading.Event(), threading.Event()
 
