@@ -196,9 +196,10 @@ def test_40_functions_and_8_threads_make_40_compiles() -> None:
     backend = CountingBackend()
 
     def make(constant: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        # Code of its own for each function: closures over one code would be one table in Dynamo.
+        # Code of its own for each function, and from a file: closures over one code would be one table in Dynamo, as is
+        # what torch 2.8 and older wrap functions from no file in.
         namespace: dict[str, Any] = {}
-        exec(f"def add_{constant}(x):\n    return x.sin() + {constant}\n", namespace)
+        exec(compile(f"def add_{constant}(x):\n    return x.sin() + {constant}\n", __file__, "exec"), namespace)
         return thread_safe_compile(namespace[f"add_{constant}"], backend=backend, fullgraph=True)
 
     functions = [make(constant) for constant in range(40)]
@@ -235,7 +236,7 @@ def test_16_threads_with_16_functions_compile_16_graphs() -> None:
 
     def make(constant: int) -> Callable[[torch.Tensor], torch.Tensor]:
         namespace: dict[str, Any] = {}
-        exec(f"def times_{constant}(x):\n    return x.cos() * {constant}\n", namespace)
+        exec(compile(f"def times_{constant}(x):\n    return x.cos() * {constant}\n", __file__, "exec"), namespace)
         return thread_safe_compile(namespace[f"times_{constant}"], backend=backend)
 
     functions = [make(constant) for constant in range(THREADS)]
