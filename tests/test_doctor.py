@@ -16,6 +16,7 @@ from safecompile import doctor
 from safecompile.__main__ import main
 from safecompile.doctor import PatchPoint, Report, Row, Run, Versions, _child
 from safecompile.doctor._runner import run_program
+from tests.helpers.torch_version import TORCH
 
 # --- how a program ends
 
@@ -223,7 +224,8 @@ def test_two_rows_from_beginning_to_end(tmp_path: Path) -> None:
     result = Report.from_json(file.read_text())
     assert [row.id for row in result.rows] == ["S6", "E2"]
     for row in result.rows:
-        assert (row.without.outcome, row.with_safecompile.outcome) == ("fault", "healthy"), row
+        without = "healthy" if row.id == "S6" and TORCH < (2, 13) else "fault"
+        assert (row.without.outcome, row.with_safecompile.outcome) == (without, "healthy"), row
     assert "is not installed as a submodule" in result.rows[1].without.detail
     assert "fx-patches" in [point.name for point in result.patches if point.state == "matches"]
     assert not any(point.state == "mismatch" for point in result.patches), result.patches
