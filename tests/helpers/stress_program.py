@@ -119,10 +119,8 @@ def fresh(number: int, constant: int, *, breaks: bool = False) -> Callable[[Tens
     """Make a function with code of its own, for the limit of recompiles is one for each code."""
     stop = "torch._dynamo.graph_break()" if breaks else "pass"
     namespace: dict[str, Any] = {"torch": torch}
-    exec(
-        f"def fresh_{number}(x):\n    y = (x * {constant}).sin() + x.exp()\n    {stop}\n    return y.cos() * {constant}\n",
-        namespace,
-    )
+    source = f"def fresh_{number}(x):\n    y = (x * {constant}).sin() + x.exp()\n    {stop}\n    return y.cos() * {constant}\n"
+    exec(compile(source, __file__, "exec"), namespace)  # torch 2.8 wraps what is from no file in one code for all
     return cast("Callable[[Tensor], Tensor]", namespace[f"fresh_{number}"])
 
 
