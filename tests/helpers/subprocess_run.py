@@ -120,4 +120,7 @@ def _run_in_fork(path: Path, args: Sequence[str], stdout: Path, stderr: Path) ->
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by all that a shell runs in the background
     multiprocessing.set_start_method(None, force=True)  # the default again: the fork has its server's
     sys.argv = [str(path), *args]
+    from tests.helpers.device_guard import ask_for_the_device_guard
+
+    ask_for_the_device_guard()
     runpy.run_path(str(path), run_name="__main__")
