@@ -420,7 +420,7 @@ INLINED = {
     "bound method held": lambda: (WithBoundMethod(4.0), lambda x: x * 4),
     "module in place": lambda: (in_place(5.0), lambda x: x * 5),
     "module in a module": lambda: (Container(6.0), lambda x: x * 6),
-    "static method": lambda: (Static.static, lambda x: x * 3),
+    "static method": lambda: (vars(Static)["static"].__func__, lambda x: x * 3),
     "static and class methods": lambda: (Static.both, lambda x: x * 3 + x + 2),
     "guarded in guarded": lambda: (twice, lambda x: x * 4),
 }
