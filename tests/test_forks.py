@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.helpers.subprocess_run import run_isolated
@@ -71,6 +73,50 @@ with switch_interval(1e-5):
 print(failed, flush=True)
 os._exit(0)
 """
+
+
+IN_A_PROPERTY = """
+import functools, os, sys, threading
+import safecompile
+
+inside, leave = threading.Event(), threading.Event()
+
+class Source:
+    @functools.cached_property
+    def name(self):
+        inside.set()
+        leave.wait()
+
+if sys.argv[1] == "library":
+    safecompile.install()
+thread = threading.Thread(target=lambda: Source().name)
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    os._exit(not vars(Source)["name"].lock.acquire(blocking=False))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+leave.set()
+thread.join()
+"""
+
+
+def free_in_a_child(way: str) -> bool:
+    """Tell whether a child can use a cached property that another thread was computing at the fork."""
+    return run_isolated(IN_A_PROPERTY, [way]).check().stdout.split() == ["0"]
+
+
+locked = pytest.mark.skipif(sys.version_info >= (3, 12), reason="cached properties have no lock from Python 3.12 on")
+
+
+@locked
+def test_a_child_can_use_the_cached_property_that_another_thread_was_computing() -> None:
+    assert free_in_a_child("library")
+
+
+@locked
+def test_control_without_the_library_its_lock_is_taken_for_good() -> None:
+    assert not free_in_a_child("torch alone")
 
 
 @pytest.mark.hang_timeout(240)

@@ -476,6 +476,15 @@ def test_every_error_pickles_and_is_caught_by_the_base(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- interrupts
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise, which all that a shell runs in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_waiting_leaves_nothing_behind() -> None:
     lock, raw = make()
     main = threading.main_thread().ident

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import CodeType
 
 from safecompile._core.errors import PatchesInUseError, PatchMismatchError
-from safecompile._core.forks import lock_across_forks
+from safecompile._core.forks import lock_across_forks, renew_property_locks
 from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
@@ -190,6 +190,8 @@ class Patches:
         return sum(self.calls.catch(frame.f_code) for frame in outwards(sys._getframe(1)))
 
     def _after_fork(self) -> None:
+        if any(point.active for point in self.points):
+            renew_property_locks()
         for point in self.points:
             if point.active:
                 point.after_fork()
