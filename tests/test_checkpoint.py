@@ -998,7 +998,7 @@ def attention(x: Tensor, dropout_p: float) -> Tensor:
 
 
 MULTIHEAD = nn.MultiheadAttention(8, 2, dropout=0.5)
-ENCODER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5)
+ENCODER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, norm_first=True)  # a sum after a norm has no gradient
 LSTM = nn.LSTM(8, 8, 2, dropout=0.5)
 GENERATOR = torch.Generator()
 
