@@ -18,9 +18,10 @@ import torch._inductor.config
 from safecompile import ContextConflictError, capture_context, thread_safe_compile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.threads import gather_threads, run_threads, switch_interval
+from tests.helpers.torch_version import RECOMPILE_LIMIT, TORCH
 
 SECONDS = 30.0
-THREAD_OWN_CONFIG = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+THREAD_OWN_CONFIG = TORCH >= (2, 12)
 
 
 def in_worker(function: Callable[[], Any]) -> Any:
@@ -30,7 +31,7 @@ def in_worker(function: Callable[[], Any]) -> Any:
 
 def configuration() -> tuple[Any, ...]:
     return (
-        torch._dynamo.config.recompile_limit,
+        getattr(torch._dynamo.config, RECOMPILE_LIMIT),
         torch._inductor.config.freezing,
         torch._inductor.config.triton.cudagraphs,
         torch._functorch.config.activation_memory_budget,
@@ -38,6 +39,8 @@ def configuration() -> tuple[Any, ...]:
 
 
 def default_device_in_force() -> torch.device | None:
+    if TORCH < (2, 8):  # it tells what set_default_device was given, and not that of a `with torch.device(...)`
+        return torch.empty(0).device
     try:
         return torch.get_default_device()
     except AttributeError:  # torch 2.8, once set_default_device(None) was called
@@ -69,7 +72,7 @@ def default_device(device: str) -> Iterator[None]:
 @contextlib.contextmanager
 def config() -> Iterator[None]:
     with (
-        torch._dynamo.config.patch(recompile_limit=77),
+        torch._dynamo.config.patch({RECOMPILE_LIMIT: 77}),
         torch._inductor.config.patch({"freezing": True, "triton.cudagraphs": True}),
         torch._functorch.config.patch(activation_memory_budget=0.5),
     ):
