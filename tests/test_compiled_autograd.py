@@ -58,17 +58,21 @@ def gradient(*, by_grad: bool = False) -> torch.Tensor:
     return x.grad
 
 
+# torch 2.6 has the first three.
+FLAGS = {
+    "compiled_autograd_enabled": False,
+    "compiled_autograd_enabled_force_eager": False,
+    "in_compiled_autograd_region": False,
+    "active_disable_ctx": False,
+    "depth": 0,
+}
+
+
 def flags() -> tuple[Any, ...]:
-    return (
-        compiled_autograd.compiled_autograd_enabled,
-        compiled_autograd.compiled_autograd_enabled_force_eager,
-        compiled_autograd.in_compiled_autograd_region,
-        compiled_autograd.active_disable_ctx,
-        compiled_autograd.depth,
-    )
+    return tuple(getattr(compiled_autograd, name, unused) for name, unused in FLAGS.items())
 
 
-UNUSED = (False, False, False, False, 0)
+UNUSED = tuple(FLAGS.values())
 
 
 @contextlib.contextmanager
@@ -292,7 +296,7 @@ def test_control_torch_alone_lets_threads_disturb_each_other() -> None:
         import torch
         from torch._dynamo import compiled_autograd
         from tests.helpers.regions import elsewhere
-        from tests.test_compiled_autograd import UNUSED, Compiler, flags, gradient
+        from tests.test_compiled_autograd import UNUSED, Compiler, flags, forget_compiled, gradient
 
         # The backward of a thread that has enabled nothing is compiled by another's compiler.
         compiler = Compiler()
@@ -311,8 +315,8 @@ def test_control_torch_alone_lets_threads_disturb_each_other() -> None:
                 context.__exit__(None, None, None)
             except AssertionError as error:
                 faults.append(str(error))
-        faults = []
-        context = compiled_autograd._enable(Compiler())
+        faults, first = [], Compiler()
+        context = compiled_autograd._enable(first)
         context.__enter__()
         thread = threading.Thread(target=other)
         thread.start()
@@ -323,6 +327,9 @@ def test_control_torch_alone_lets_threads_disturb_each_other() -> None:
             faults.append(str(error))
         left.set()
         thread.join()
-        assert faults or flags() != UNUSED, (faults, flags())
+        if not faults and flags() == UNUSED:  # torch 2.6: its flags do not tell that a compiler stayed
+            forget_compiled()
+            gradient()
+            assert first.threads
         """
     ).check()
