@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -89,9 +89,14 @@ def _with_code_of_its_own(function: Any) -> Any:
     elif isinstance(function, MethodType):
         function = MethodType(_with_code_of_its_own(function.__func__), function.__self__)
     elif isinstance(function, torch.nn.Module) and isinstance(function.forward, MethodType):
-        forward = _with_code_of_its_own(function.forward.__func__)
+        forward, cls = _with_code_of_its_own(function.forward.__func__), cast("Any", type(function))
         function = copy.copy(function)
-        function.forward = MethodType(forward, function)
+        if "forward" in vars(function):
+            function.forward = MethodType(forward, function)
+        else:  # in a class: torch 2.8 and older names the parameters of a module that has a forward itself differently
+            body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            function.__class__ = type(cls)(cls.__name__, (torch.nn.Module,), body)
+            function.__class__.__bases__ = (cls,)  # afterwards: one that registers its subclasses must not see it
     return function
 
 
