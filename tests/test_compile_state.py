@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.regions import SECONDS, alone, another_thread, elsewhere
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import gather_threads, run_threads
+from tests.helpers.torch_version import TORCH, repaired
+from tests.helpers.tracing import TRACES, Model, Pause, held_trace
 
 
 @dataclass
@@ -376,3 +379,127 @@ def test_a_compile_under_the_users_anomaly_mode_is_right_among_threads() -> None
     got = x.grad
     assert got is not None
     torch.testing.assert_close(got, (x.cos() + x.sin()) * x.exp())
+
+
+# --------------------------------------------------------------------------------------------- what a call sets for itself
+
+
+def configuration() -> tuple[bool, bool]:
+    return torch._dynamo.config.automatic_dynamic_shapes, torch._dynamo.config.assume_static_by_default
+
+
+@pytest.fixture
+def as_configured() -> Iterator[tuple[bool, bool]]:
+    before = configuration()
+    yield before
+    torch._dynamo.config.automatic_dynamic_shapes, torch._dynamo.config.assume_static_by_default = before
+
+
+def held_call(compiler: Any) -> tuple[Pause, Callable[[], Tensor]]:
+    """Return a call for which no size may be dynamic, and where it stops in the middle."""
+    stop = Pause()
+
+    @torch.compiler.disable
+    def wait() -> None:
+        stop.here()
+
+    def call(x: Tensor) -> Tensor:
+        y = x * 2
+        wait()
+        return y + 1
+
+    compiled = compiler(call, backend="eager", dynamic=False)
+    return stop, lambda: compiled(torch.ones(2))
+
+
+def during_two_calls(compiler: Any, do: Callable[[], object]) -> None:
+    """Do something while two calls are in flight; the one that began first ends first."""
+    (first, call_first), (second, call_second) = held_call(compiler), held_call(compiler)
+    ended = threading.Event()
+
+    def one() -> None:
+        try:
+            call_first()
+        finally:
+            ended.set()
+
+    def other() -> None:
+        assert first.inside.wait(SECONDS)
+        call_second()
+
+    def meanwhile() -> None:
+        try:
+            assert first.inside.wait(SECONDS) and second.inside.wait(SECONDS)
+            do()
+        finally:
+            first.go_on.set()
+            ended.wait(SECONDS)
+            second.go_on.set()
+
+    run_threads([one, other, meanwhile])
+
+
+def graphs_of_three_sizes(compiler: Any) -> int:
+    backend = CountingBackend()
+    compiled = compiler(lambda x: x.sin() + 1, backend=backend)
+    for rows in (2, 3, 4):
+        compiled(torch.ones(rows))
+    return backend.count
+
+
+def test_what_is_dynamic_for_a_call_is_so_for_that_call_alone(compiler: Any, as_configured: Any) -> None:
+    graphs: list[int] = []
+    during_two_calls(compiler, lambda: graphs.append(graphs_of_three_sizes(compiler)))
+    assert graphs == [2]
+    assert configuration() == as_configured
+
+
+def test_an_export_changes_the_configuration_for_its_own_thread_alone(compiler: Any, as_configured: Any) -> None:
+    export = TRACES["export"]
+    with held_trace(export, Model()) as first, held_trace(export, Model()) as second:
+        assert configuration() == as_configured
+        assert graphs_of_three_sizes(compiler) == 2
+        first.finish()
+        second.finish()
+    assert configuration() == as_configured
+
+
+@pytest.mark.skipif(TORCH >= (2, 12), reason="each thread has a configuration of its own")
+def test_what_a_thread_configures_during_calls_of_others_stays(compiler: Any, as_configured: Any) -> None:
+    def configure() -> None:
+        torch._dynamo.config.automatic_dynamic_shapes = False
+
+    during_two_calls(compiler, configure)
+    assert configuration() == (False, as_configured[1])
+
+
+@pytest.mark.skipif(TORCH >= (2, 12), reason="each thread has a configuration of its own")
+def test_a_thread_sees_after_its_call_what_another_has_configured_during_it(compiler: Any, as_configured: Any) -> None:
+    stop, call = held_call(compiler)
+
+    def configure() -> None:
+        assert stop.inside.wait(SECONDS)
+        torch._dynamo.config.automatic_dynamic_shapes = False
+        stop.go_on.set()
+
+    thread = threading.Thread(target=configure)
+    thread.start()
+    call()
+    thread.join()
+    assert configuration() == (False, as_configured[1])
+
+
+@repaired((2, 12), "one configuration for all threads")
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_a_call_decides_for_others_and_leaves_its_settings_behind(as_configured: Any) -> None:
+    graphs: list[int] = []
+    during_two_calls(torch.compile, lambda: graphs.append(graphs_of_three_sizes(torch.compile)))
+    assert graphs == [3] and configuration() != as_configured
+
+
+@repaired((2, 12), "one configuration for all threads")
+@pytest.mark.usefixtures("torch_alone")
+def test_control_with_torch_alone_an_export_configures_other_threads(as_configured: Any) -> None:
+    with held_trace(TRACES["export"], Model()) as held:
+        assert configuration() != as_configured
+        held.finish()

@@ -27,7 +27,7 @@ from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches, LazyGraphModules
 from safecompile._patches.helper_threads import HelperThreads
 from safecompile._patches.interpreter_exit import InterpreterExit
-from safecompile._patches.per_call_settings import FullgraphCount, Stance
+from safecompile._patches.per_call_settings import CallSettings, FullgraphCount, Stance
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.regions import TorchCheckpoint
 from safecompile._patches.resume_functions import ResumeFunctions, skip_frames_of
@@ -58,6 +58,7 @@ class Patches:
         self._warned = self._free_threads = False
         self._mismatches: list[str] = []
         self._fx = fx = FXPatches(skip_frames_of)
+        settings = CallSettings()
         count, at_exit = FullgraphCount(), InterpreterExit(fx_trace_lock)
         flags = {row[0]: ThreadGlobals(*row) for row in THREAD_GLOBALS}
         self.points: tuple[PatchPoint, ...] = (
@@ -73,13 +74,14 @@ class Patches:
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),
             DirectCompiles(fx_trace_lock),
-            Exports(fx),
+            Exports(fx, settings),
             DeviceGuard(),
             TorchCheckpoint(),
             CacheOrder(),
             CompileState(),
             AnomalyMode(),
             Stance(),
+            settings,
             CompiledAutograd(),
             SerialTraces(fx_trace_lock, self._mismatches),
         )

@@ -16,6 +16,7 @@ import torch
 
 from safecompile._patches.fx import FXPatches
 from safecompile._patches.generators import tensors_in
+from safecompile._patches.per_call_settings import CallSettings
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of
 
@@ -33,9 +34,9 @@ class Exports(PatchPoint):
     )
     upstream = "torch/export/_trace.py, _non_strict_export; torch/_dynamo/eval_frame.py, export and remove_from_cache"
 
-    def __init__(self, fx: FXPatches) -> None:
+    def __init__(self, fx: FXPatches, settings: CallSettings) -> None:
         super().__init__()
-        self._fx = fx
+        self._fx, self._settings = fx, settings
 
     def mismatch(self) -> str | None:
         import torch.export._trace
@@ -70,7 +71,8 @@ class Exports(PatchPoint):
         def copied(mod: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             return export(_copy_of(mod) if threading.active_count() > 1 else mod, *args, **kwargs)
 
-        return copied(*args, **kwargs)
+        with self._settings.kept_to_this_thread():
+            return copied(*args, **kwargs)
 
     def _export_with_dynamo(self, export: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         """Export a function with code of its own: what Dynamo keeps of that code is freed before and after."""

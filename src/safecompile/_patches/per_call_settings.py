@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any, cast
 
 from safecompile._core.forks import lock_across_forks
 from safecompile._patches.point import PatchPoint
-from safecompile._patches.rewriting import copy_of, redirecting
+from safecompile._patches.rewriting import codes_in, copy_of, redirecting
 
-__all__ = ["FullgraphCount", "Stance"]
+__all__ = ["CallSettings", "FullgraphCount", "Stance"]
 
 
 class Stance(PatchPoint):
@@ -115,3 +119,79 @@ class FullgraphCount(PatchPoint):
     def excuse(self) -> None:
         """Let the calling thread's call end without a compiled frame: it was run as it is, this once."""
         self._call.excused = True
+
+
+class _Settings(threading.local):
+    exports = 0
+
+    def __init__(self) -> None:
+        self.values: defaultdict[int, list[Any]] = defaultdict(list)
+
+
+class CallSettings(PatchPoint):
+    name = "call-settings"
+    protects = (
+        "`dynamic=` of one thread's calls, and exports, decide how others compile, and stay in the configuration (S7)"
+    )
+    upstream = "torch/utils/_config_module.py, _make_closure_patcher"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mine = _Settings()
+
+    def needed(self) -> bool:
+        from torch._dynamo import config
+
+        # From torch 2.12 on each thread has a configuration of its own.
+        return not hasattr(vars(config)["_config"]["automatic_dynamic_shapes"].user_override, "get")
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo import config
+
+        return (
+            None if hasattr(config, "_make_closure_patcher") else "Dynamo's configuration has no _make_closure_patcher"
+        )
+
+    def apply(self) -> None:
+        from torch._dynamo import config
+        from torch._functorch import config as functorch_config
+
+        codes = {code.co_name: code for code in codes_in(config._make_closure_patcher.__code__)}
+        for module in (config, functorch_config):
+            entries = vars(module)["_config"].values()
+            own = _with_own_value(type(next(iter(entries))), self._mine, codes["change"], codes["revert"])
+            for entry in entries:
+                self.replace(entry, "__class__", own)
+
+    @contextmanager
+    def kept_to_this_thread(self) -> Iterator[None]:
+        """Let the calling thread alone see what it sets, and forget it at the end."""
+        mine = self._mine
+        before = defaultdict(list, {key: own.copy() for key, own in mine.values.items()})
+        mine.exports += 1
+        try:
+            yield
+        finally:
+            mine.exports -= 1
+            mine.values = before
+
+
+def _with_own_value(cls: Any, mine: _Settings, change: CodeType, revert: CodeType) -> type:
+    """Return a class of settings that have a value for each thread which has changed them for a call or an export."""
+
+    def get(entry: Any) -> Any:
+        own = mine.values.get(id(entry))
+        return own[-1] if own else vars(entry).get("user_override", cls.user_override)
+
+    def put(entry: Any, value: Any) -> None:
+        own, setter = mine.values[id(entry)], sys._getframe(1).f_code
+        if setter is revert and own:  # else the call began before the installation
+            own.pop()
+        elif setter is change or (mine.exports and not own):
+            own.append(value)
+        elif own:
+            own[-1] = value
+        else:
+            vars(entry)["user_override"] = value
+
+    return type(cls.__name__, (cls,), {"user_override": property(get, put)})
