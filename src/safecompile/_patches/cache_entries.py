@@ -29,7 +29,8 @@ def entries(callback: Any, frame: Any) -> Iterator[Any]:
 
 def entry_in(conversion: Any) -> Any:
     """Return the entry that a conversion has made, or ``None``."""
-    return getattr(conversion, "guarded_code", conversion)  # older torch returns the entry itself
+    entry = getattr(conversion, "guarded_code", conversion)  # older torch returns the entry itself, or a flag
+    return entry if hasattr(entry, "guard_manager") else None
 
 
 def remember(guard_manager: Any, callback: Any) -> None:

@@ -53,6 +53,7 @@ class SingleFlight(PatchPoint):
         self._gate, self._lock, self._calls, self._count = gate, lock, calls, count
         self._exit, self._reset_when_idle = interpreter_exit, reset
         self._codes: list[CodeType] = []
+        self._skipped: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()  # by id; in torch 2.6
         self._most_codes = 64
 
     def mismatch(self) -> str | None:
@@ -79,6 +80,8 @@ class SingleFlight(PatchPoint):
         self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
         self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
         self.wrap(guards.CheckFunctionManager, "invalidate", self._invalidate)
+        for converter in () if _can_skip_once() else (convert_frame.ConvertFrame, convert_frame.ConvertFrameAssert):
+            self.wrap(converter, "__call__", self._convert_unless_skipped)
 
     def _invalidate(self, invalidate: Callable[..., None], made: Any, args: Any, kwargs: Any) -> None:
         """Keep the guards of an entry when an object is gone that they look for: other threads may be inside them.
@@ -95,6 +98,7 @@ class SingleFlight(PatchPoint):
         if exporting() and threading.active_count() > 1:
             return  # a strict export begins with a reset; other threads run what it would free
         self._reset_when_idle(reset)
+        self._skipped.clear()
 
     def _call_back(self, call_back: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Any:
         """Stand before Dynamo's wait for the compile lock.
@@ -144,6 +148,24 @@ class SingleFlight(PatchPoint):
         if entry is not None:
             remember(entry.guard_manager, converter)
             self._gate.finish(code, _inserted(entry.guard_manager))
+        return result
+
+    def _convert_unless_skipped(self, convert: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        """Let torch 2.6 free no entries that other threads are inside, or were given before they waited for the lock.
+
+        It does so when code is to be skipped. Code that has entries among threads is treated as if it had too many;
+        code that has none is skipped by all who waited: what one of them makes would be added to what is freed.
+        """
+        from torch._C._dynamo import eval_frame
+
+        frame, _, *rest = args
+        newest = next(iter(eval_frame._debug_get_cache_entry_list(frame.f_code)), None)
+        skipped = self._skipped.get(id(frame.f_code)) is frame.f_code
+        result = None if skipped else convert(frame, newest, *rest, **kwargs)
+        if result is None and not alone() and eval_frame._debug_get_cache_entry_list(frame.f_code):
+            return eval_frame.cache_limit_hit_flag  # type: ignore[attr-defined]
+        if result is None:
+            self._skipped[id(frame.f_code)] = frame.f_code
         return result
 
     def _keep(self, *codes: CodeType | None) -> None:
