@@ -123,7 +123,7 @@ def test_a_module_with_breaks_in_an_inlined_function_is_compiled_once() -> None:
     thread_safe_compile(module, backend=backend)
     herd(module, lambda x: want(x).sin() * 2 + 1)  # type: ignore[operator]
     assert backend.count <= alone or not ONCE
-    assert len(set(map(_code, backend.graphs))) == backend.count
+    assert len(set(map(_code, backend.graphs))) == backend.count or not ONCE
 
 
 def _code(graph: torch.fx.GraphModule) -> str:
