@@ -112,7 +112,7 @@ class SingleFlight(PatchPoint):
         try:
             return call_back(*args, **kwargs)
         except WaitCycleError as error:
-            if error.waiter != threading.get_ident() or in_a_checkpoint() or not _can_skip_once():
+            if error.waiter != threading.get_ident() or not _can_skip_once() or in_a_checkpoint():
                 raise
             code = args[0].f_code
             warnings.warn(
