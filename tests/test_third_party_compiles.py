@@ -13,6 +13,7 @@ import safecompile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
+from tests.helpers.torch_version import limit
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -70,8 +71,15 @@ def herd(call: Callable[[torch.Tensor], torch.Tensor]) -> list[tuple[torch.Tenso
     return run_threads(work, THREADS)
 
 
+# Between the call and the compiled frame a hook has run: the call cannot be made again.
+ONCE_AFTER_A_HOOK = limit((2, 7), "one compile for threads that call a module with such hooks together")
+
+
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
-@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize(
+    "hooks",
+    [pytest.param(hooks, marks=ONCE_AFTER_A_HOOK if hooks in ("pre", "backward") else ()) for hooks in HOOKS],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_herd_compiles_each_graph_of_a_module_once_and_its_hooks_run_once_a_call(
     way: str, hooks: str, fullgraph: bool
