@@ -10,6 +10,7 @@ from tests.helpers.subprocess_run import run_isolated
 
 PROGRAM = """
 import faulthandler, itertools, os, random, sys, threading, traceback
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA can be used in one of parent and child only
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 import safecompile

@@ -379,7 +379,7 @@ LACKING = {
 
 ABSENT = {
     "E1: warm calls of an unrelated function beside make_fx": repaired((2, 14), "one flag of FX for the process (E1)"),
-    "S6: is_compiling and is_exporting in other threads": unheard_of((2, 13), "is_compiling() in other threads (S6)"),
+    "S6: is_compiling and is_exporting in other threads": unheard_of((2, 11), "is_compiling() in other threads (S6)"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from types import FunctionType, ModuleType
@@ -15,6 +16,7 @@ _MISSING = object()
 
 def snapshot() -> dict[tuple[str, str], Any]:
     """Return what every attribute of torch's imported modules, and of the classes defined in them, is at present."""
+    gc.collect()  # Dynamo counts what it does when compiled code is freed (CleanupManager.count)
     state: dict[tuple[str, str], Any] = {}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "torch" or not isinstance(module, ModuleType):
