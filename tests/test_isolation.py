@@ -23,7 +23,7 @@ from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
-from tests.helpers.torch_version import ASKS_IN_A_COMPILE, TORCH
+from tests.helpers.torch_version import ASKS_IN_A_COMPILE, TORCH, repaired
 from tests.helpers.tracing import (
     TRACES,
     Block,
@@ -815,6 +815,41 @@ def test_overlapping_make_fx_traces_name_parameters_as_alone(trace: Callable[...
     with held_trace(trace, Model()) as held:
         assert rows(trace(Model())) == wanted
         assert rows(held.finish()) == wanted
+
+
+DECOMPOSITIONS = """
+import sys, torch, safecompile
+from torch.fx.experimental.proxy_tensor import make_fx
+from tests.helpers.tracing import example, held_trace, pause
+
+def twice(x):
+    y = x.relu()
+    pause()
+    return y.relu()
+
+def trace(table):
+    return lambda _: make_fx(twice, decomposition_table=table)(example()).graph
+
+def operators(held):
+    return [str(node.target) for node in held.finish().nodes if node.op == "call_function"]
+
+if sys.argv[1] == "library":
+    safecompile.install()
+clamped = {torch.ops.aten.relu.default: lambda x: x.clamp(min=0)}
+with held_trace(trace(clamped), None) as first, held_trace(trace(None), None) as second:
+    found = operators(first), operators(second)
+if found != (["aten.clamp.default"] * 2, ["aten.relu.default"] * 2):
+    sys.exit(f"found {found}")
+"""
+
+
+def test_traces_that_overlap_use_their_own_decompositions() -> None:
+    run_forked(DECOMPOSITIONS, ["library"]).check()
+
+
+@repaired((2, 13), "one table of decompositions for all threads")
+def test_control_with_torch_alone_a_trace_uses_the_decompositions_of_another() -> None:
+    assert "found ([" in run_forked(DECOMPOSITIONS, ["alone"]).stderr
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["of another model", "of the same model"])

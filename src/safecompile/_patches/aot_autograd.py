@@ -43,6 +43,7 @@ class LazyBackward(PatchPoint):
 
     def apply(self) -> None:
         from torch._dynamo import utils
+        from torch._dynamo.callback import callback_handler
         from torch._functorch._aot_autograd import runtime_wrappers
 
         if hasattr(runtime_wrappers, "_AutogradBackwardCompiler"):
@@ -55,6 +56,8 @@ class LazyBackward(PatchPoint):
             if metrics is not None:
                 per_thread = type("MetricsPerThread", (type(metrics), threading.local), {})
                 self.replace(utils, "_METRICS_CONTEXT", per_thread(on_exit=metrics._on_exit))
+            # So does what it counts as a compile in flight; torch resets nothing while there is one.
+            self.replace(type(callback_handler), "clear", _clear)
 
     def _get_or_compile(self, compile_it: Callable[..., Any], compiler: Any, args: Any, kwargs: Any) -> Any:
         if compiler.compiled_bw is not None:
@@ -88,6 +91,11 @@ class LazyBackward(PatchPoint):
             return replace(value, bw_compiler=compile_once)
 
         return post_compile(*map(once, args), **{name: once(value) for name, value in kwargs.items()})
+
+
+def _clear(callbacks: Any) -> None:
+    callbacks.start_callbacks.clear()
+    callbacks.end_callbacks.clear()
 
 
 def _backward(forward: Compile | None, work: Callable[[], Any]) -> Any:

@@ -38,8 +38,8 @@ THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     (
         "make-fx-tracer",
         "torch.fx.experimental.proxy_tensor",
-        {"_CURRENT_MAKE_FX_TRACER": None},
-        "a control-flow operator in one make_fx is traced into another thread's (E3; pytorch#168042)",
+        {"_CURRENT_MAKE_FX_TRACER": None, "CURRENT_DECOMPOSITION_TABLE": {}},
+        "a control-flow operator in one make_fx is traced into another thread's, with its decompositions (E3; pytorch#168042)",
     ),
     (
         "dispatch-mode-flags",
