@@ -142,21 +142,17 @@ class AnomalyMode(PatchPoint):
     upstream = "torch/_functorch/_aot_autograd/graph_capture_wrappers.py, detect_anomaly"
     old_code_may_run = True
 
-    def needed(self) -> bool:
-        return importlib.util.find_spec(_WRAPPERS) is not None  # not in older torch
-
     def mismatch(self) -> str | None:
         return None
 
     def apply(self) -> None:
-        module = importlib.import_module(_WRAPPERS)
+        package = "torch._functorch._aot_autograd"
+        newer = importlib.util.find_spec(f"{package}.graph_capture_wrappers")  # than torch 2.8
+        module = importlib.import_module(newer.name if newer else f"{package}.traced_function_transforms")
         changed = rewritten(module, ["detect_anomaly"], Instead("torch.autograd.detect_anomaly", "mode"))
         for function in functions_of(module):
             if any("detect_anomaly" in code.co_names for code in codes_in(function.__code__)):
                 self.recode(function, with_constants(changed(function.__code__), mode=_Mode()))
-
-
-_WRAPPERS = "torch._functorch._aot_autograd.graph_capture_wrappers"
 
 
 class _Mode:
