@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from tests.helpers.subprocess_run import IsolatedResult, run_forked
-from tests.helpers.torch_version import lacks, repaired, unheard_of
+from tests.helpers.torch_version import lacks, repaired
 
 PRELUDE = """
 import collections, contextlib, math, sys, threading
@@ -379,7 +379,6 @@ LACKING = {
 
 ABSENT = {
     "E1: warm calls of an unrelated function beside make_fx": repaired((2, 14), "one flag of FX for the process (E1)"),
-    "S6: is_compiling and is_exporting in other threads": unheard_of((2, 11), "is_compiling() in other threads (S6)"),
 }
 
 
