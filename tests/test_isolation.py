@@ -923,3 +923,50 @@ def test_a_strict_export_of_the_same_code_costs_compiled_calls_nothing(what: str
 @pytest.mark.parametrize("what", ["model", "method"])
 def test_control_with_torch_alone_a_strict_export_frees_what_is_compiled(what: str) -> None:
     assert "compiled 2 times" in run_forked(STRICT_EXPORT, ["alone", what]).stderr
+
+
+CALLS_BESIDE_A_TRACE_AT_ITS_ENDS = """
+import sys
+import torch
+import safecompile
+from tests.helpers.backends import CountingBackend
+from tests.helpers.regions import elsewhere
+from tests.helpers.tracing import Model, example
+
+how = sys.argv[1]
+model, other, backend, results = Model(), Model(), CountingBackend(), []
+want = model(example())
+if how == "library":
+    safecompile.install()
+call = torch.compile(model, backend=backend, fullgraph=True)
+call(example())
+places = {"patch_method", "revert", "_install_method", "leave"}  # torch's, and the library's
+
+def attempt():
+    try:
+        return torch.equal(call(example()), want)
+    except Exception as error:
+        return repr(error)
+
+def at_each_line(frame, event, _):
+    if frame.f_code.co_name not in places:
+        return None
+    if event == "line":
+        results.append(elsewhere(attempt))
+    return at_each_line
+
+sys.settrace(at_each_line)
+torch.fx.symbolic_trace(other)
+sys.settrace(None)
+assert len(results) > 10, results
+if set(results) != {True} or backend.count > 1:
+    sys.exit(f"wrong: {backend.count} compiles, {results}")
+"""
+
+
+def test_calls_at_any_moment_at_which_a_trace_puts_or_takes_its_patches_are_right() -> None:
+    run_forked(CALLS_BESIDE_A_TRACE_AT_ITS_ENDS, ["library"]).check()
+
+
+def test_control_with_torch_alone_such_calls_fail() -> None:
+    assert "wrong: " in run_forked(CALLS_BESIDE_A_TRACE_AT_ITS_ENDS, ["alone"]).stderr

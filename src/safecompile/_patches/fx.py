@@ -198,8 +198,9 @@ class FXPatches(PatchPoint):
         if cls is torch.nn.Module and name in self._originals:
             method = self._originals[name]
             code = method.__code__
-            method.__code__ = redirecting(_Dispatcher(self._stacks, key, copy_of(method)).call)
-            self._skip_frames_of(method.__code__)
+            redirect = redirecting(_Dispatcher(self._stacks, key, copy_of(method)).call)
+            self._skip_frames_of(redirect)  # before another thread can call it
+            method.__code__ = redirect
             return lambda: setattr(method, "__code__", code)
         stored = vars(cls).get(name, _ABSENT)
         call = _Dispatcher(self._stacks, key, getattr(cls, name)).call_once
