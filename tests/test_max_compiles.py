@@ -162,7 +162,10 @@ def test_the_reason_tells_a_changed_global_closure_variable_and_attribute(monkey
     x = ones(2, 3)
     assert reasons(lambda: f(x), change, lambda: f(x)) == ["first call", "global FACTOR: expected 2, actual 3"]
     assert reasons(lambda: one(x), lambda: two(x)) == ["first call", "closure variable factor: expected 1, actual 2"]
-    assert reasons(lambda: first(x), lambda: second(x)) == ["first call", "argument self.factor: expected 2, actual 3"]
+    one_call, changed = reasons(lambda: first(x), lambda: second(x))
+    assert one_call == "first call"
+    # Older torch says there, too, how to make it dynamic.
+    assert re.sub(r" +\(HINT: [^)]*\)", "", changed) == "argument self.factor: expected 2, actual 3"
 
 
 def test_the_reason_is_taken_from_the_nearest_entry() -> None:
