@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from safecompile._patches.thread_globals import Made, Own
+from safecompile._patches.thread_globals import InModule, Made, Own
 
 __all__ = ["THREAD_GLOBALS"]
 
@@ -38,7 +38,12 @@ THREAD_GLOBALS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     (
         "make-fx-tracer",
         "torch.fx.experimental.proxy_tensor",
-        {"_CURRENT_MAKE_FX_TRACER": None, "CURRENT_DECOMPOSITION_TABLE": {}},
+        {
+            "_CURRENT_MAKE_FX_TRACER": None,
+            "CURRENT_DECOMPOSITION_TABLE": InModule(
+                "torch.fx.experimental.proxy_tensor", "CURRENT_DECOMPOSITION_TABLE"
+            ),
+        },
         "a control-flow operator in one make_fx is traced into another thread's, with its decompositions (E3; pytorch#168042)",
     ),
     (

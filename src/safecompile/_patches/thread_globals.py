@@ -15,8 +15,9 @@ import functools
 import importlib
 import inspect
 import symtable
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ from safecompile._core.forks import lock_across_forks
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.rewriting import codes_in, constant, functions_of, rewritten, with_constants
 
-__all__ = ["EMPLOYER", "Made", "Own", "ThreadGlobals"]
+__all__ = ["EMPLOYER", "InModule", "Made", "Own", "ThreadGlobals"]
 
 # The name in a thread's storage of what it works for: another thread's hold of the lock, and that thread's storage.
 EMPLOYER = "employer"
@@ -45,6 +46,27 @@ class Made:
     """A default that is made anew for each thread: an instance of the module's class of this name."""
 
     by: str
+
+
+class InModule(Mapping[Any, Any]):
+    """A default that is what the name itself holds: a trace that began before has put it there."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._at = (module, name)
+
+    def _held(self) -> Mapping[Any, Any]:
+        module, name = self._at
+        held: Mapping[Any, Any] = vars(sys.modules[module])[name]
+        return held
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._held()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._held())
+
+    def __len__(self) -> int:
+        return len(self._held())
 
 
 class ThreadGlobals(PatchPoint):
