@@ -18,7 +18,7 @@ from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads
-from tests.helpers.torch_version import TORCH
+from tests.helpers.torch_version import TORCH, limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -447,12 +447,16 @@ class Static:
 CLASS_METHODS = pytest.mark.xfail(
     TORCH >= (2, 15), strict=True, reason="torch 2.15 cannot inline a compiled class method, a plain one neither"
 )
+KIND_MARKS = {
+    "static and class methods": [CLASS_METHODS],
+    "bound method held": [limit((2, 13), "to inline a bound method of a compiled function that a module holds")],
+}
 
 
 @pytest.mark.parametrize("outer", ["torch.compile", "guarded"])
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[CLASS_METHODS] if kind == "static and class methods" else []) for kind in INLINED],
+    [pytest.param(kind, marks=KIND_MARKS.get(kind, [])) for kind in INLINED],
 )
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
 def test_an_outer_compile_inlines_a_guarded_callable_into_one_graph(kind: str, outer: str, cold: bool) -> None:
