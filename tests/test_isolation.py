@@ -23,7 +23,7 @@ from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
-from tests.helpers.torch_version import ASKS_IN_A_COMPILE, TORCH, repaired
+from tests.helpers.torch_version import ASKS_IN_A_COMPILE, TORCH, limit, repaired
 from tests.helpers.tracing import (
     TRACES,
     Block,
@@ -286,6 +286,7 @@ def test_wrapped_functions_cost_other_threads_no_compile() -> None:
     assert backend.count == 1
 
 
+@limit((2, 7), "compiles through what a trace has put around functions of a module")
 def test_wrapped_functions_are_compiled_right_beside_a_trace() -> None:
     model, backend = Wrapped(), CountingBackend()
     want = model(example())
@@ -459,7 +460,9 @@ safecompile.install()
 """
 
 
-@pytest.mark.xfail(strict=True, reason="an export replaces builtins.max, builtins.min and math.pow for all threads")
+@pytest.mark.xfail(
+    TORCH >= (2, 7), strict=True, reason="an export replaces builtins.max, builtins.min and math.pow for all threads"
+)
 def test_builtins_are_the_originals_beside_an_export() -> None:
     run_forked(f"""{EXPORTS}
 with held_trace(export, Model()):
@@ -684,7 +687,7 @@ def test_a_users_lock_and_an_export_that_takes_it_do_not_deadlock() -> None:
 def test_control_a_trace_under_the_compile_lock_deadlocks_with_a_users_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     safecompile.install()
     monkeypatch.setattr(fx_trace_lock, "limit", 0.5)
-    with pytest.raises(AssertionError, match=r"LockTimeoutError|runs eagerly, this once"):
+    with pytest.raises(AssertionError, match=r"LockTimeoutError|WaitCycleError|runs eagerly, this once"):
         user_lock_schedule(LOCK_TRACES["symbolic_trace"], around=fx_trace_lock)
 
 
