@@ -15,6 +15,8 @@ from torch import nn
 import safecompile
 from safecompile import UnsupportedCallableError, thread_safe_compile
 
+pytestmark = pytest.mark.usefixtures("uninstalled_at_the_end")
+
 
 async def coroutine(x: torch.Tensor) -> torch.Tensor:
     return x
