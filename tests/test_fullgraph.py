@@ -9,7 +9,7 @@ from safecompile import thread_safe_compile
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
-from tests.helpers.torch_version import lacks, repaired
+from tests.helpers.torch_version import TORCH, lacks, repaired
 
 counted = lacks((2, 13), "the count of compiled frames")
 
@@ -45,6 +45,60 @@ def test_fullgraph_calls_of_many_threads_go_on_at_once() -> None:
 
     with switch_interval(1e-6):
         run_threads(work, 8)
+
+
+BESIDE = """
+import sys, threading
+import torch
+from safecompile import install
+from tests.helpers.backends import CountingBackend
+from tests.helpers.device_guard import ask_for_the_device_guard
+
+ask_for_the_device_guard()
+if sys.argv[1] == "library":
+    install()
+inside, leave = threading.Event(), threading.Event()
+
+def waits(graph, inputs):
+    def run(*args):
+        inside.set()
+        assert leave.wait(60)
+        return graph.forward(*args)
+    return run
+
+def breaks(x):
+    x = x + 1
+    torch._dynamo.graph_break()
+    return x * 2
+
+x = torch.ones(2)
+whole = threading.Thread(target=torch.compile(lambda x: x.sin(), backend=waits, fullgraph=True), args=(x,))
+whole.start()
+assert inside.wait(60)
+backend = CountingBackend()
+assert torch.equal(torch.compile(breaks, backend=backend)(x), breaks(x))
+leave.set()
+whole.join()
+print(backend.count)
+"""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "library",
+        pytest.param(
+            "alone",
+            marks=pytest.mark.xfail(
+                (2, 9) <= TORCH < (2, 15),
+                strict=True,
+                reason="from torch 2.9 to 2.14 a fullgraph call decides for the process that no more is compiled",
+            ),
+        ),
+    ],
+)
+def test_what_follows_a_break_is_compiled_beside_a_fullgraph_call_of_another_thread(way: str) -> None:
+    assert run_forked(BESIDE, [way]).check().stdout.split() == ["2"]
 
 
 @counted

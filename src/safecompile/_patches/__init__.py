@@ -27,7 +27,7 @@ from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches, LazyGraphModules
 from safecompile._patches.helper_threads import HelperThreads
 from safecompile._patches.interpreter_exit import InterpreterExit
-from safecompile._patches.per_call_settings import CallSettings, FullgraphCount, Stance
+from safecompile._patches.per_call_settings import CallSettings, FullgraphCalls, Stance
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.regions import TorchCheckpoint
 from safecompile._patches.resume_functions import ResumeFunctions, skip_frames_of
@@ -59,7 +59,7 @@ class Patches:
         self._mismatches: list[str] = []
         self._fx = fx = FXPatches(skip_frames_of)
         settings = CallSettings()
-        count, at_exit = FullgraphCount(), InterpreterExit(fx_trace_lock)
+        at_exit = InterpreterExit(fx_trace_lock)
         flags = {row[0]: ThreadGlobals(*row) for row in THREAD_GLOBALS}
         self.points: tuple[PatchPoint, ...] = (
             *flags.values(),
@@ -68,8 +68,8 @@ class Patches:
             LazyGraphModules(),
             CompileLock(fx_trace_lock),
             self.calls,
-            SingleFlight(gate, fx_trace_lock, self.calls, count, at_exit, self.reset),
-            count,
+            SingleFlight(gate, fx_trace_lock, self.calls, at_exit, self.reset),
+            FullgraphCalls(),
             at_exit,
             ResumeFunctions(gate),
             LazyBackward(fx_trace_lock),

@@ -24,14 +24,14 @@ def alone() -> bool:
 
 
 def _is_helper(thread: Any) -> bool:
-    """Tell whether a thread is one of Inductor's, which compile, or of a progress bar."""
+    """Tell whether a thread is one of Inductor's, which compile, of a progress bar, or the one of ``device_guard``."""
     runs = getattr(thread, "_target", None) or type(thread)
     module = str(getattr(runs, "__module__", ""))
     if module == "concurrent.futures.thread":
         async_compile = sys.modules.get("torch._inductor.async_compile")
         pool = getattr(async_compile, "AsyncCompile", None) and async_compile.AsyncCompile.pool  # type: ignore[union-attr]
         return bool(pool and pool.cache_info().currsize and thread in pool()._threads)
-    return module.startswith(("torch._inductor.", "tqdm."))
+    return module.startswith(("torch._inductor.", "tqdm.", "safecompile."))
 
 
 class Others:

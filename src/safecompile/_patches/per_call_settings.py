@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
 from collections import defaultdict
@@ -13,10 +12,11 @@ from types import CodeType
 from typing import Any, cast
 
 from safecompile._core.forks import lock_across_forks
+from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import codes_in, copy_of, redirecting
 
-__all__ = ["CallSettings", "FullgraphCount", "Stance"]
+__all__ = ["CallSettings", "FullgraphCalls", "Stance", "excuse_fullgraph_call"]
 
 
 class Stance(PatchPoint):
@@ -71,25 +71,18 @@ class Stance(PatchPoint):
             return prior
 
 
-class _Call(threading.local):
-    ticket: int | None = None
-    excused = False
-
-
-class FullgraphCount(PatchPoint):
-    name = "fullgraph-count"
-    protects = 'a fullgraph=True call beside others dies with "found no compiled frames" (S7)'
-    upstream = "torch/_dynamo/eval_frame.py, set_fullgraph_compiled_frame_count"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._call = _Call()
-        self._tickets = itertools.count()
+class FullgraphCalls(PatchPoint):
+    name = "fullgraph-calls"
+    protects = (
+        "while a thread is in a fullgraph=True call, what follows a graph break in another one runs eagerly, and can stay so; "
+        'calls die with "found no compiled frames" (S7)'
+    )
+    upstream = "torch/_dynamo/eval_frame.py, set_fullgraph_compiled_frame_count (set_eval_frame_override before 2.13)"
 
     def needed(self) -> bool:
         from torch._dynamo import eval_frame
 
-        return hasattr(eval_frame, "set_fullgraph_compiled_frame_count")
+        return hasattr(eval_frame, "set_eval_frame_override") or _count_is_the_processes()
 
     def mismatch(self) -> str | None:
         return None
@@ -97,28 +90,51 @@ class FullgraphCount(PatchPoint):
     def apply(self) -> None:
         from torch._dynamo import eval_frame
 
-        self.wrap(eval_frame, "set_fullgraph_compiled_frame_count", self._set)
+        if hasattr(eval_frame, "set_eval_frame_override"):
+            self.wrap(eval_frame, "set_eval_frame_override", self._override)
+        else:
+            self.wrap(eval_frame, "set_fullgraph_compiled_frame_count", self._count)
 
-    def _set(self, set_count: Callable[[int], int], _: Any, args: Any, kwargs: Any) -> int:
-        """Start (0) or end (-1) the count of a call. The process has one count; only an undisturbed one is believed."""
-        mine = self._call.ticket
-        starts = args[0] == 0
-        if starts == (mine is not None):
-            return 0 if starts else -1  # inside a call that is counted already, or after its end
-        if starts:
-            self._call.excused = False
-            next(self._tickets)  # before, so that others see that their count is disturbed
-            set_count(0)
-            self._call.ticket = next(self._tickets)
-            return -1
-        self._call.ticket = None
-        count = set_count(-1)
-        undisturbed = mine is not None and next(self._tickets) == mine + 1
-        return count if undisturbed and not self._call.excused else max(count, 1)
+    # Either tells Dynamo that a thread is inside a fullgraph call, where nothing more is to be compiled. The process
+    # has one: among threads none is told, what a call meets is compiled, and no call is said to have compiled nothing.
 
-    def excuse(self) -> None:
-        """Let the calling thread's call end without a compiled frame: it was run as it is, this once."""
-        self._call.excused = True
+    def _count(self, set_count: Callable[[int], int], _: Any, args: Any, kwargs: Any) -> int:
+        if args[0] == 0 and alone():
+            return set_count(0)
+        count = set_count(_NO_COUNT)
+        return _NO_COUNT if args[0] == 0 else count if count >= 0 else 1
+
+    def _override(self, set_override: Callable[[Any], Any], _: Any, args: Any, kwargs: Any) -> Any:
+        from torch._C._dynamo.eval_frame import _EvalFrameOverride  # type: ignore[attr-defined]
+
+        return set_override(*args if alone() else [_EvalFrameOverride.NONE])
+
+
+_NO_COUNT = -1
+
+
+def _count_is_the_processes() -> bool:
+    """Tell whether threads share the count of compiled frames, as in torch 2.13 and 2.14."""
+    from torch._C._dynamo import eval_frame
+
+    if (set_count := getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)) is None:
+        return False
+    mark, found = -2, []  # like all numbers below zero it means that nothing is counted
+    before = set_count(mark)
+    thread = threading.Thread(target=lambda: found.append(set_count(mark)))
+    thread.start()
+    thread.join()
+    set_count(before)
+    return found == [mark]
+
+
+def excuse_fullgraph_call() -> None:
+    """Let the calling thread's call end without a compiled frame: it was run as it is, this once."""
+    from torch._C._dynamo import eval_frame
+
+    if set_count := getattr(eval_frame, "set_fullgraph_compiled_frame_count", None):
+        count = set_count(_NO_COUNT)
+        set_count(max(count, 1) if count >= 0 else count)
 
 
 class _Settings(threading.local):

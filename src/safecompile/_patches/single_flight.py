@@ -22,7 +22,7 @@ from safecompile._patches.cache_entries import entries, entry_in, remember
 from safecompile._patches.company import alone
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.interpreter_exit import InterpreterExit
-from safecompile._patches.per_call_settings import FullgraphCount
+from safecompile._patches.per_call_settings import excuse_fullgraph_call
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.resume_functions import RESUME_CODE
 
@@ -45,12 +45,11 @@ class SingleFlight(PatchPoint):
         gate: Gate,
         lock: FXTraceLock,
         calls: CompiledCalls,
-        count: FullgraphCount,
         interpreter_exit: InterpreterExit,
         reset: Callable[..., None],
     ) -> None:
         super().__init__()
-        self._gate, self._lock, self._calls, self._count = gate, lock, calls, count
+        self._gate, self._lock, self._calls = gate, lock, calls
         self._exit, self._reset_when_idle = interpreter_exit, reset
         self._codes: list[CodeType] = []
         self._skipped: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()  # by id; in torch 2.6
@@ -204,7 +203,7 @@ class SingleFlight(PatchPoint):
     def _run_once_as_it_is(self, why: str) -> Any:
         from torch._dynamo import types
 
-        self._count.excuse()
+        excuse_fullgraph_call()
         skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]
         return self._as_it_is(why, frame_exec_strategy=skip)
 
