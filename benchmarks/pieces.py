@@ -245,7 +245,9 @@ def _stamps(function: Function, x: Any, cold: Function) -> tuple[list[float], in
     failed = 0
     stamps = [clock()]
     thread.start()
-    while thread.is_alive():
+    running = True
+    while running:  # one call at least
+        running = thread.is_alive()
         try:
             function(x)
         except Exception:

@@ -1252,7 +1252,8 @@ def steps(step: Callable[[Tensor], Tensor], count: int) -> list[str]:
 
 def in_four_threads(step: Callable[[Tensor], Tensor]) -> list[str]:
     with switch_interval():
-        return [outcome for outcomes in run_threads(lambda _: steps(step, 60), 4) for outcome in outcomes]
+        ends = run_threads(lambda _: steps(step, 60), 4, timeout=110)  # the first compile for a CPU can take a minute
+    return [outcome for outcomes in ends for outcome in outcomes]
 
 
 def with_torch(x: Tensor) -> Tensor:

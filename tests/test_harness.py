@@ -90,7 +90,7 @@ def test_a_forked_program_hands_back_what_it_did_and_leaves_nothing_for_the_next
     """
     for how, code in (("sys.exit(3)", 3), ("os._exit(4)", 4), ("raise KeyError", 1), ("os.abort()", -6), ("", 0)):
         result = run_forked(program.format(f"sys.stdout.flush(); {how}"), ["argument"])
-        assert (result.rc, result.stdout, result.hung) == (code, "['argument']\n", False)
+        assert (result.rc, result.stdout, result.hung) == (code, "['argument']\n", False), result.stderr
         assert result.stderr.startswith("error\n")
 
 

@@ -29,18 +29,18 @@ else:
 
 def backend(graph, inputs):
     inside.set()
-    assert ending.wait(60)
+    assert ending.wait(120)
     return torch._inductor.compile_fx.compile_fx(graph, inputs)
 
 def inside_a_compile():
     report(1, torch.compile(lambda x: x.sin() + 1, backend=backend))
 
 def beside_it():
-    assert inside.wait(60)
+    assert inside.wait(120)
     report(3, torch.compile(lambda x: x.sin() + 3))
 
 def after_all():
-    assert closed.wait(60)
+    assert closed.wait(120)
     report(2, torch.compile(lambda x: x.sin() + 2))  # another kernel: for one in the cache no pool is needed
 
 def report(number, f):

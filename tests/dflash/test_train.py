@@ -36,6 +36,7 @@ CONFIG = Config(
     chunk_rows=8,
     steps=20,
     queue_depth=1,
+    device="cpu",
 )
 
 
