@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.fx
+from torch._dynamo.guards import GuardManagerWrapper
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -809,6 +811,33 @@ def test_loops_of_traces_beside_loops_of_calls_of_the_same_model(trace: Callable
     safecompile.install()
     # Two make_fx traces at a time take each other's names, see the next test.
     loops(lambda: rows(trace(model)), wanted, model, tracers=1 if "_param_constant0" in str(wanted) else 2)
+
+
+def test_guards_on_a_module_that_a_trace_has_changed_are_finished_after_the_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    safecompile.install()
+    inside, leave = threading.Event(), threading.Event()
+
+    class Waits(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert leave.wait(60)
+            return x * 2
+
+    trace = threading.Thread(target=torch.fx.Tracer(autowrap_functions=(math.sqrt,)).trace, args=(Waits(),))
+    finish = GuardManagerWrapper.finalize
+
+    def finish_after_the_trace(guards: Any) -> None:
+        leave.set()
+        trace.join()
+        gc.collect()
+        finish(guards)
+
+    trace.start()
+    assert inside.wait(60)
+    monkeypatch.setattr(GuardManagerWrapper, "finalize", finish_after_the_trace)
+    assert torch.equal(torch.compile(lambda x: x * math.sqrt(4.0), backend="eager")(example()), example() * 2)
 
 
 @each_trace("make_fx", "make_fx pre_dispatch")

@@ -102,6 +102,7 @@ class FXPatches(PatchPoint):
         # what takes it out.
         self._guard = lock_across_forks()
         self._places: dict[_Key, tuple[int, Callable[[], None]]] = {}
+        self._classes: dict[tuple[ModuleType, type], type] = {}
 
     def mismatch(self) -> str | None:
         from torch.fx import _symbolic_trace as fx
@@ -215,7 +216,10 @@ class FXPatches(PatchPoint):
     def _install_property(self, module: ModuleType, name: str, key: _Key) -> Callable[[], None]:
         """Replace a function of ``math`` and the like, which is reached only as an attribute of its module."""
         if not isinstance(module, _PatchedModule):
-            module.__class__ = type("_PatchedModule", (_PatchedModule, type(module)), {})
+            # Kept: Dynamo cannot finish a guard on the module whose class has gone meanwhile.
+            bases = (_PatchedModule, type(module))
+            made = self._classes.setdefault((module, bases[1]), type("_PatchedModule", bases, {}))
+            module.__class__ = made
         cls = type(module)
         current = _ModuleDispatcher(self._stacks, key, module).current
         # It can be set as before, for those who patch it for the process.
