@@ -31,7 +31,7 @@ def _is_helper(thread: Any) -> bool:
         async_compile = sys.modules.get("torch._inductor.async_compile")
         pool = getattr(async_compile, "AsyncCompile", None) and async_compile.AsyncCompile.pool  # type: ignore[union-attr]
         return bool(pool and pool.cache_info().currsize and thread in pool()._threads)
-    return module.startswith(("torch._inductor.", "tqdm.", "safecompile."))
+    return module.startswith(("torch._inductor.", "tqdm.", "safecompile._patches.device_guard"))
 
 
 class Others:
