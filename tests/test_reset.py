@@ -14,6 +14,7 @@ from safecompile._patches import patches
 from tests.helpers.backends import CountingBackend
 from tests.helpers.subprocess_run import IsolatedResult, run_forked
 from tests.helpers.threads import run_threads, wait_until
+from tests.helpers.torch_version import repaired
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -167,3 +168,36 @@ def test_resets_beside_running_calls_do_no_harm() -> None:
 
 def test_control_resets_beside_running_calls_crash_with_torch_alone() -> None:
     assert any(run("alone", 3000).rc < 0 for _ in range(5))
+
+
+TIMED = """
+import sys, torch, safecompile
+from torch._dynamo.utils import dynamo_timed
+
+if sys.argv[1] == "library":
+    safecompile.install()
+
+class Resets(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with dynamo_timed("backward"):  # as the compiled backwards of torch 2.8 and older are
+            torch._dynamo.reset()
+        return gradient * 2
+
+x = torch.ones(2, requires_grad=True)
+Resets.apply(x).sum().backward()
+assert torch.equal(x.grad, torch.full((2,), 2.0))
+"""
+
+
+def test_a_reset_does_not_fail_what_is_being_timed() -> None:
+    run_forked(TIMED, ["library"]).check()
+
+
+@repaired((2, 9), "a reset empties the times that are being taken")
+def test_control_with_torch_alone_it_does() -> None:
+    assert "KeyError" in run_forked(TIMED, ["alone"]).stderr

@@ -10,8 +10,9 @@ from safecompile._core.stacks import stacks_of_others
 
 __all__ = ["Others", "alone"]
 
-# The engine's threads of a backward work for the thread that called it.
+# The engine's threads of a backward work for the thread that called it; one of execnet reads what pytest-xdist says.
 _ENGINE = ("torch.autograd.", "torch.utils.checkpoint", "torch._functorch.", "torch._dynamo.", "torch._inductor.")
+_HARMLESS = (*_ENGINE, "execnet.")
 
 
 def alone() -> bool:
@@ -20,7 +21,7 @@ def alone() -> bool:
     if len(started) > 1 and sum(not _is_helper(thread) for thread in started.values()) > 1:
         return False
     foreign = [frames[-1] for ident, frames in stacks_of_others().items() if ident not in started]
-    return all(frame.f_globals.get("__name__", "").startswith(_ENGINE) for frame in foreign)
+    return all(frame.f_globals.get("__name__", "").startswith(_HARMLESS) for frame in foreign)
 
 
 def _is_helper(thread: Any) -> bool:

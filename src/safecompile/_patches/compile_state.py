@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,8 +54,13 @@ class CompileState(PatchPoint):
         return None
 
     def apply(self) -> None:
-        from torch._dynamo import convert_frame, utils
+        from torch._dynamo import convert_frame, output_graph, utils
 
+        # A reset empties it, also while a backward is timed.
+        times = defaultdict(list, utils.compilation_time_metrics)
+        for module in (utils, output_graph):
+            if hasattr(module, "compilation_time_metrics"):
+                self.replace(module, "compilation_time_metrics", times)
         changed = rewritten(convert_frame, ["def preserve_global_state"], _OnlyAlone())
         (code,) = [c for c in codes_in(convert_frame.preserve_global_state.__code__) if c.co_name == "_fn"]
         new = with_constants(changed(code), alone=alone)
