@@ -11,8 +11,14 @@ from safecompile._core.stacks import stacks_of_others
 __all__ = ["Others", "alone"]
 
 # The engine's threads of a backward work for the thread that called it; one of execnet reads what pytest-xdist says.
-_ENGINE = ("torch.autograd.", "torch.utils.checkpoint", "torch._functorch.", "torch._dynamo.", "torch._inductor.")
-_HARMLESS = (*_ENGINE, "execnet.")
+_HARMLESS = (
+    "torch.autograd.",
+    "torch.utils.checkpoint",
+    "torch._functorch.",
+    "torch._dynamo.",
+    "torch._inductor.",
+    "execnet.",
+)
 
 
 def alone() -> bool:
