@@ -1345,10 +1345,10 @@ def repeated_numbers_of_a_thread_that_draws(step: Callable[[Tensor], Tensor]) ->
     done = threading.Event()
 
     def draw() -> Tensor:
-        drawn = []
+        drawn: list[float] = []  # and no tensors: many of them make each garbage collection long
         while not done.is_set():
-            drawn.append(torch.rand(4, dtype=torch.float64))
-        return torch.cat(drawn)
+            drawn.extend(torch.rand(4, dtype=torch.float64).tolist())
+        return torch.tensor(drawn, dtype=torch.float64)
 
     def all_steps() -> None:
         try:
