@@ -81,8 +81,7 @@ def test_a_forked_program_hands_back_what_it_did_and_leaves_nothing_for_the_next
     program = """
     import os, sys, threading
     import torch
-    alone = __name__, threading.active_count(), len(os.listdir("/proc/self/task"))
-    assert alone == ("__main__", 1, 1), alone
+    assert __name__ == "__main__" and threading.active_count() == 1
     assert not hasattr(torch, "left_behind")
     torch.left_behind = True
     print(sys.argv[1:])

@@ -72,7 +72,7 @@ class CompileState(PatchPoint):
         self.recode(make, with_constants(changed(make.__code__), alone=alone))
         preserve: Any = inspect.unwrap(utils.preserve_rng_state)
         original = copy_of(preserve)
-        self.recode(preserve, redirecting(lambda: _preserved(original)))
+        self.recode(preserve, redirecting(lambda: _preserved(original), generator=True))
         if "setstate" in code.co_names:
             return  # torch 2.11 and older; Dynamo's C++ code calls these around its callback in newer torch
         self.wrap(random, "getstate", self._get_state)

@@ -123,13 +123,20 @@ class Instead(ast.NodeTransformer):
         return node
 
 
-def redirecting(target: Callable[..., Any]) -> CodeType:
-    """Return code that calls ``target`` with all its arguments, for a function that is to stay the same object."""
-    return with_constants(_redirect.__code__, target=target)
+def redirecting(target: Callable[..., Any], *, generator: bool = False) -> CodeType:
+    """Return code that calls ``target`` with all its arguments, for a function that is to stay the same object.
+
+    A ``generator`` function keeps code of its kind: from Python 3.13 on another kind is deprecated.
+    """
+    return with_constants((_redirect_generator if generator else _redirect).__code__, target=target)
 
 
 def _redirect(*args: Any, **kwargs: Any) -> Any:
     return "<safecompile constant target>".__call__(*args, **kwargs)  # type: ignore[operator]
+
+
+def _redirect_generator(*args: Any, **kwargs: Any) -> Any:
+    return (yield from "<safecompile constant target>".__call__(*args, **kwargs))  # type: ignore[operator]
 
 
 def copy_of(function: Any) -> Any:

@@ -12,7 +12,7 @@ from safecompile.doctor._program import Case, fault, first_line, program, repeat
 __all__ = ["run"]
 
 # Triton reads a kernel's source from its file.
-KERNEL = """
+_KERNEL = """
 import triton
 import triton.language as tl
 
@@ -39,8 +39,8 @@ def run(case: Case) -> str:
     namespace: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.py")
-        file.write_text(KERNEL)
-        exec(compile(KERNEL, str(file), "exec"), namespace)  # noqa: S102
+        file.write_text(_KERNEL)
+        exec(compile(_KERNEL, str(file), "exec"), namespace)  # noqa: S102
         return repeat(5, lambda: _launch(namespace["made"]()))  # type: ignore[operator]
 
 

@@ -11,7 +11,7 @@ from safecompile.doctor._program import Case, fault, first_line, program, togeth
 
 __all__ = ["run"]
 
-CALLS = 50
+_CALLS = 50
 
 
 @program(
@@ -32,7 +32,7 @@ def run(case: Case) -> str:
     wrong: list[int] = []
 
     def calls(number: int) -> None:
-        for _ in range(CALLS):
+        for _ in range(_CALLS):
             got = call(inputs[number]).clone()
             if not torch.allclose(got, wants[number], atol=1e-3):
                 wrong.append(number)
@@ -42,5 +42,5 @@ def run(case: Case) -> str:
     except Exception as error:
         fault(first_line(error))
     if wrong:
-        fault(f"{len(wrong)} of {CALLS * len(inputs)} results are other numbers")
-    return f"{CALLS * len(inputs)} of {CALLS * len(inputs)} results"
+        fault(f"{len(wrong)} of {_CALLS * len(inputs)} results are other numbers")
+    return f"{_CALLS * len(inputs)} of {_CALLS * len(inputs)} results"
