@@ -32,3 +32,7 @@ def test_outcomes_are_counted_and_failures_named(tmp_path: Path) -> None:
 
 def test_a_run_that_collects_nothing_is_no_success(tmp_path: Path) -> None:
     assert matrix.tests([str(tmp_path), "-p", "no:cacheprovider", "-o", "addopts="])["exit_code"] == 5
+
+
+def test_the_page_of_faults_is_what_the_reports_say() -> None:
+    assert matrix.PAGE.read_text() == matrix.page()
