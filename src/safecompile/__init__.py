@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from safecompile import observe
 from safecompile._checkpoint import checkpoint, checkpoint_sequential
 from safecompile._compile import thread_safe_compile
 from safecompile._context import capture_context
 from safecompile._core.errors import (
     ArgumentChangedError,
     CheckpointRandomnessError,
+    CompileInProgressError,
     ContextConflictError,
     LockTimeoutError,
     PatchesInUseError,
@@ -23,6 +25,7 @@ from safecompile._warmup import warmup
 __all__ = [
     "ArgumentChangedError",
     "CheckpointRandomnessError",
+    "CompileInProgressError",
     "ContextConflictError",
     "LockTimeoutError",
     "PatchMismatchError",
@@ -35,6 +38,7 @@ __all__ = [
     "checkpoint_sequential",
     "fx_trace_lock",
     "install",
+    "observe",
     "reset",
     "statistics",
     "thread_safe_compile",

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import torch
 
 from safecompile._core.errors import UnsupportedCallableError
+from safecompile._core.guarded import WHEN_COMPILING, Guarded, WhenCompiling
 from safecompile._patches import patches
 
 __all__ = ["thread_safe_compile"]
@@ -22,16 +23,53 @@ _F = TypeVar("_F")
 
 
 @overload
-def thread_safe_compile(fn: None = None, /, **torch_compile_options: Any) -> Callable[[_F], _F]: ...
+def thread_safe_compile(
+    fn: None = None,
+    /,
+    *,
+    when_compiling: WhenCompiling = ...,
+    recompile_limit: int | None = ...,
+    **torch_compile_options: Any,
+) -> Callable[[_F], _F]: ...
 @overload
-def thread_safe_compile(fn: _M, /, **torch_compile_options: Any) -> _M: ...
+def thread_safe_compile(
+    fn: _M, /, *, when_compiling: WhenCompiling = ..., recompile_limit: int | None = ..., **torch_compile_options: Any
+) -> _M: ...
 @overload
-def thread_safe_compile(fn: classmethod[Any, _P, _R], /, **torch_compile_options: Any) -> classmethod[Any, _P, _R]: ...
+def thread_safe_compile(
+    fn: classmethod[Any, _P, _R],
+    /,
+    *,
+    when_compiling: WhenCompiling = ...,
+    recompile_limit: int | None = ...,
+    **torch_compile_options: Any,
+) -> classmethod[Any, _P, _R]: ...
 @overload
-def thread_safe_compile(fn: staticmethod[_P, _R], /, **torch_compile_options: Any) -> staticmethod[_P, _R]: ...
+def thread_safe_compile(
+    fn: staticmethod[_P, _R],
+    /,
+    *,
+    when_compiling: WhenCompiling = ...,
+    recompile_limit: int | None = ...,
+    **torch_compile_options: Any,
+) -> staticmethod[_P, _R]: ...
 @overload
-def thread_safe_compile(fn: Callable[_P, _R], /, **torch_compile_options: Any) -> Callable[_P, _R]: ...
-def thread_safe_compile(fn: Any = None, /, **torch_compile_options: Any) -> Any:
+def thread_safe_compile(
+    fn: Callable[_P, _R],
+    /,
+    *,
+    when_compiling: WhenCompiling = ...,
+    recompile_limit: int | None = ...,
+    **torch_compile_options: Any,
+) -> Callable[_P, _R]: ...
+def thread_safe_compile(
+    fn: Any = None,
+    /,
+    *,
+    when_compiling: WhenCompiling = "wait",
+    recompile_limit: int | None = None,
+    **torch_compile_options: Any,
+) -> Any:
     """Compile ``fn`` so that any number of threads may call it at the same time, cold or warm.
 
     Each graph is compiled once, however many threads ask for it; Dynamo's own guards decide what the
@@ -44,6 +82,13 @@ def thread_safe_compile(fn: Any = None, /, **torch_compile_options: Any) -> Any:
         fn: a function, a method (bound, or in a class body), a classmethod or staticmethod, a callable
             object, or an ``nn.Module`` instance. A module is compiled in place: the same object is
             returned, its ``state_dict`` keys are unchanged, its hooks run around the compiled ``forward``.
+        when_compiling: what a call does that needs a graph while another thread compiles. ``"wait"``: it waits. ``"eager"``:
+            it runs the original function, so that requests are answered while one thread compiles; inside a checkpointed
+            region it waits, because a recomputation has to find what the forward has saved. ``"error"``: it raises
+            ``CompileInProgressError``. The first backward through a graph waits in any case.
+        recompile_limit: how many graphs each function may have for the same modules and devices, before further ones run
+            eagerly, with a warning; by default ``torch._dynamo.config.recompile_limit`` (8). Replicas of a module, and
+            devices, each have the whole limit to themselves (pytorch#177355).
         **torch_compile_options: every option of ``torch.compile``.
 
     Returns:
@@ -54,11 +99,19 @@ def thread_safe_compile(fn: Any = None, /, **torch_compile_options: Any) -> Any:
         UnsupportedCallableError: ``fn`` is not callable, is a class, a coroutine or generator function,
             a scripted module, or a module without a ``forward``.
         TypeError: an option that ``torch.compile`` does not have.
+        ValueError: another ``when_compiling``, or a ``recompile_limit`` below 1.
+        CompileInProgressError: by calls, with ``when_compiling="error"``.
+        torch._dynamo.exc.FailOnRecompileLimitHit: by calls beyond the limit, with ``fullgraph=True``.
     """
     _check_options(torch_compile_options)
+    if when_compiling not in WHEN_COMPILING:
+        raise ValueError(f"when_compiling is one of {', '.join(map(repr, WHEN_COMPILING))}, not {when_compiling!r}.")
+    if recompile_limit is not None and (not isinstance(recompile_limit, int) or recompile_limit < 1):
+        raise ValueError(f"recompile_limit is how many graphs a function may have, 1 or more, not {recompile_limit!r}.")
+    options = {**torch_compile_options, "when_compiling": when_compiling, "recompile_limit": recompile_limit}
     if fn is None:
-        return functools.partial(_thread_safe_compile, options=torch_compile_options)
-    return _thread_safe_compile(fn, options=torch_compile_options)
+        return functools.partial(_thread_safe_compile, options=options)
+    return _thread_safe_compile(fn, options=options)
 
 
 def _thread_safe_compile(fn: Any, *, options: dict[str, Any]) -> Any:
@@ -78,16 +131,25 @@ def _thread_safe_compile(fn: Any, *, options: dict[str, Any]) -> Any:
 
 def _guard(function: Callable[_P, _R], options: dict[str, Any]) -> Callable[_P, _R]:
     function = getattr(function, "__safecompile_original__", function)
-    compiled = _torch_compile(function, **options)
+    own = {name: options[name] for name in _OWN_OPTIONS}
+    compiled = _torch_compile(function, **{name: options[name] for name in options if name not in own})
     if compiled is function:  # disable=True
         return function
 
-    guarded = compiled if patches.calls.guard(compiled) else _installing(compiled)
-    named = function if hasattr(function, "__name__") else type(function)  # a callable object
+    named: Any = function if hasattr(function, "__name__") else type(function)  # a callable object
+    record = Guarded(*_described(named, function), **own)
+    guarded = compiled if patches.calls.guard(compiled, record) else _installing(compiled)
     functools.update_wrapper(guarded, named, updated=())
     guarded.__wrapped__ = function  # type: ignore[attr-defined]
     guarded.__safecompile_original__ = function  # type: ignore[attr-defined]
     return guarded
+
+
+def _described(named: Any, function: Any) -> tuple[str, str, int]:
+    runs = function.func if isinstance(function, functools.partial) else function
+    code = getattr(runs, "__code__", None) or getattr(type(runs).__call__, "__code__", None)
+    name = named.__qualname__.rpartition("<locals>.")[2]
+    return (name, code.co_filename, code.co_firstlineno) if code else (name, "<unknown>", 0)
 
 
 def _installing(compiled: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -100,6 +162,8 @@ def _installing(compiled: Callable[_P, _R]) -> Callable[_P, _R]:
 
     return guarded
 
+
+_OWN_OPTIONS = ("when_compiling", "recompile_limit")
 
 # Bound now: somebody may put thread_safe_compile in the place of torch.compile.
 _torch_compile = torch.compile

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from safecompile._core.errors import PatchesInUseError
+from safecompile._core.guarded import CallableStatistics, statistics_of_all
 from safecompile._core.lock import LockStatistics
 from safecompile._patches import fx_trace_lock, gate, patches
 
@@ -34,6 +35,8 @@ class Statistics:
     looked_again: int
     """Calls that found another thread's finished compile instead of compiling for themselves."""
     lock: LockStatistics
+    callables: tuple[CallableStatistics, ...]
+    """Each guarded callable that is still there."""
 
 
 def install(*, strict: bool = False) -> None:
@@ -80,11 +83,12 @@ def reset() -> None:
 
 
 def statistics() -> Statistics:
-    """Return what is installed, what was compiled, and the state of the lock."""
+    """Return what is installed, what was compiled, the state of the lock, and what each callable's calls came to."""
     return Statistics(
         installed=bool(gate.epoch),
         patches=tuple(PatchStatus(p.name, p.protects, p.upstream, p.active) for p in patches.points),
         compiled=gate.compiled,
         looked_again=gate.looked_again,
         lock=fx_trace_lock.statistics(),
+        callables=statistics_of_all(),
     )

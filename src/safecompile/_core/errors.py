@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentChangedError",
     "CheckpointRandomnessError",
+    "CompileInProgressError",
     "ContextConflictError",
     "LockTimeoutError",
     "PatchMismatchError",
@@ -21,6 +22,10 @@ class SafeCompileError(Exception):
 
 class ArgumentChangedError(SafeCompileError, RuntimeError):
     """Another thread changed an argument while a call was being compiled with it."""
+
+
+class CompileInProgressError(SafeCompileError, RuntimeError):
+    """A call needs a graph while another thread compiles (``when_compiling="error"``)."""
 
 
 class LockTimeoutError(SafeCompileError):

@@ -1,20 +1,43 @@
-"""What is compiled, told to whoever subscribes. Warm calls do not come here."""
+"""What happens around compiles, told to whoever subscribes. Warm calls come here only while somebody asks for calls."""
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, TypeVar
 
 from safecompile._core.forks import lock_across_forks
+from safecompile._core.guarded import Guarded
 
-__all__ = ["RESUME", "Compile", "current", "explain", "subscribe", "unsubscribe", "watched"]
+__all__ = [
+    "RESUME",
+    "Call",
+    "Compile",
+    "EagerRun",
+    "RecompileLimit",
+    "Wait",
+    "calls",
+    "clock",
+    "current",
+    "described",
+    "explain",
+    "publish",
+    "subscribe",
+    "unsubscribe",
+    "watched",
+]
+
+log = logging.getLogger("safecompile")
 
 _R = TypeVar("_R")
+
+clock = time.perf_counter
+"""Of all times in events, in seconds."""
 
 RESUME = "torch_dynamo_resume_in_"
 """How the names begin that Dynamo gives to what follows a graph break."""
@@ -38,17 +61,88 @@ class Compile:
     seconds: float = 0.0
     error: str | None = None
     """What the compile failed with."""
+    ident: int = 0
+    """Ident of the thread."""
+    start: float = 0.0
+    """When it began, as ``time.perf_counter()`` says it."""
+    guarded: Guarded | None = field(default=None, repr=False, compare=False)
+    """The guarded callable whose call compiled, if it was one."""
 
     @classmethod
-    def of(cls, code: CodeType) -> Compile:
+    def of(cls, code: CodeType, guarded: Guarded | None = None) -> Compile:
         """Return what a conversion of ``code`` by Dynamo compiles."""
-        if not code.co_name.startswith(RESUME):
-            # With the class of a method: all modules have a forward.
-            name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]  # from Python 3.11 on
-            return cls("forward", name, code.co_filename, code.co_firstlineno)
-        name, _, line = code.co_name[len(RESUME) :].rpartition("_at_")
-        line = re.match(r"\d*", line)[0]  # type: ignore[index]
-        return cls("resume function", name, code.co_filename, int(line or code.co_firstlineno))
+        kind, (name, filename, line) = "forward", described(code)
+        if code.co_name.startswith(RESUME):
+            kind = "resume function"
+        return cls(kind, name, filename, line, guarded=guarded)
+
+
+def described(code: CodeType) -> tuple[str, str, int]:
+    """Return name, file and line of the user's function that ``code`` is of, or is the rest of."""
+    if not code.co_name.startswith(RESUME):
+        # With the class of a method: all modules have a forward.
+        name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]  # from Python 3.11 on
+        return name, code.co_filename, code.co_firstlineno
+    name, _, line = code.co_name[len(RESUME) :].rpartition("_at_")
+    line = re.match(r"\d*", line)[0]  # type: ignore[index]
+    return name, code.co_filename, int(line or code.co_firstlineno)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait for the FX-trace lock that has ended."""
+
+    thread: str
+    ident: int
+    start: float
+    seconds: float
+    holder: str | None
+    """Name of the thread that had the lock when the wait began."""
+    doing: str | None
+    """What that thread did with it, e.g. ``compiling forward (model.py:12)``."""
+
+
+@dataclass(frozen=True)
+class EagerRun:
+    """A call, or what follows a graph break in it, that runs as it is, this once, instead of compiled."""
+
+    function: str
+    filename: str
+    line: int
+    thread: str
+    ident: int
+    start: float
+    reason: str
+    guarded: Guarded | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class RecompileLimit:
+    """A function has as many graphs as its recompile limit allows: further ones run eagerly."""
+
+    function: str
+    filename: str
+    line: int
+    thread: str
+    ident: int
+    start: float
+    limit: int
+    count: int
+    """How many graphs it has, for these modules and devices."""
+    reasons: tuple[tuple[str, str], ...]
+    """The thread that compiled each of them, and why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a guarded callable that has ended."""
+
+    function: str
+    thread: str
+    ident: int
+    start: float
+    seconds: float
+    guarded: Guarded = field(repr=False, compare=False)
 
 
 def _unexplained(entries: list[Any], frame: Any) -> tuple[str, ...]:
@@ -56,32 +150,64 @@ def _unexplained(entries: list[Any], frame: Any) -> tuple[str, ...]:
 
 
 explain: Callable[[list[Any], Any], tuple[str, ...]] = _unexplained
-"""Tells why a frame is compiled, from the entries of Dynamo's cache that do not fit it. Set by a tool that subscribes."""
+"""Tells why a frame is compiled, from the entries of Dynamo's cache that do not fit it. Set by ``observe``."""
 
+_Subscribers = tuple[tuple[Callable[[Any], None], tuple[type, ...]], ...]
 
-# Replaced, never changed, so that a compile reads it without a lock.
-_subscribers: tuple[Callable[[Compile], None], ...] = ()
+# Replaced, never changed, so that it is read without a lock.
+_subscribers: _Subscribers = ()
 _changing = lock_across_forks()
 
 # Guarded by the compile lock.
 _current: Compile | None = None
 
 
-def subscribe(subscriber: Callable[[Compile], None]) -> None:
-    """Call ``subscriber`` after each compile that begins from now on, in the thread that has compiled.
+class _Calls:
+    """What a call of a guarded callable looks at to learn whether somebody wants to be told of it."""
 
-    That thread has the compile lock: the subscriber must be quick, must not wait for a thread, and must not raise.
+    wanted = False
+    clock = staticmethod(clock)
+
+    @staticmethod
+    def ended(guarded: Guarded, start: float) -> None:
+        me = threading.current_thread()
+        publish(Call(guarded.name, me.name, threading.get_ident(), start, clock() - start, guarded))
+
+
+calls = _Calls()
+
+
+def subscribe(subscriber: Callable[[Any], None], *kinds: type) -> None:
+    """Call ``subscriber`` with each event of these kinds, in the thread that it happened in, after it.
+
+    For a :class:`Compile` these are those that begin from now on, and the thread has the compile lock. The subscriber
+    must be quick and must not wait for a thread. What it raises is logged.
     """
+    with _changing:
+        _set((*_subscribers, (subscriber, kinds)))
+
+
+def unsubscribe(subscriber: Callable[[Any], None]) -> None:
+    """Do not tell ``subscriber`` of what begins from now on."""
+    with _changing:
+        _set(tuple(one for one in _subscribers if one[0] is not subscriber))
+
+
+def _set(subscribers: _Subscribers) -> None:
     global _subscribers  # noqa: PLW0603  of the process, as the compiles are
-    with _changing:
-        _subscribers = (*_subscribers, subscriber)
+    _subscribers = subscribers
+    calls.wanted = any(Call in kinds for _, kinds in subscribers)
 
 
-def unsubscribe(subscriber: Callable[[Compile], None]) -> None:
-    """Do not tell ``subscriber`` of compiles that begin from now on."""
-    global _subscribers  # noqa: PLW0603
-    with _changing:
-        _subscribers = tuple(one for one in _subscribers if one is not subscriber)
+def publish(event: Any, told: _Subscribers | None = None) -> None:
+    """Tell an event to those who want it, of ``told`` or of all."""
+    for subscriber, kinds in _subscribers if told is None else told:
+        if type(event) in kinds:
+            try:
+                subscriber(event)
+            except Exception:
+                # A compile, or a user's call, must not fail for somebody who watches it.
+                log.exception("a subscriber to %s events has failed: %r", type(event).__name__, subscriber)
 
 
 def current() -> Compile | None:
@@ -101,21 +227,23 @@ def watched(
     Args:
         compile_: what is compiled; the rest is filled in.
         work: compiles.
-        reasons: works out the reasons, before the work; called only if somebody has subscribed.
+        reasons: works out the reasons, before the work; called only if somebody wants to know.
         made: tells from what the work has returned whether it was a compile at all.
     """
     global _current  # noqa: PLW0603
-    told, before, _current = _subscribers, _current, compile_
+    told = tuple(one for one in _subscribers if Compile in one[1])
+    thread = threading.current_thread().name
+    compile_ = replace(compile_, thread=thread, ident=threading.get_ident(), start=clock())
+    if told or compile_.guarded:
+        compile_ = replace(compile_, reasons=reasons())
+    before, _current = _current, compile_
     try:
-        if not told:
-            return work()
-        compile_ = replace(compile_, thread=threading.current_thread().name, reasons=reasons())
-        start = time.perf_counter()
 
         def tell(error: str | None = None) -> None:
-            ended = replace(compile_, seconds=time.perf_counter() - start, error=error)
-            for subscriber in told:
-                subscriber(ended)
+            ended = replace(compile_, seconds=clock() - compile_.start, error=error)
+            if ended.guarded:
+                ended.guarded.compiled(ended.seconds, None if error else next(iter(ended.reasons), ""))
+            publish(ended, told)
 
         try:
             result = work()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
+from safecompile._core import events
 from safecompile._core.errors import LockTimeoutError, WaitCycleError
 from safecompile._core.stacks import stacks_of_others
 from safecompile._core.waits import Hold, waits_for
@@ -99,6 +100,7 @@ class FXTraceLock:
         self._acquisitions = 0
         self._contended = 0
         self._waited = 0.0
+        self._waited_by: dict[int, float] = {}
 
     def acquire(self, timeout: float | None = None) -> bool:
         """Take the lock; return whether it was taken within ``timeout`` seconds.
@@ -120,7 +122,7 @@ class FXTraceLock:
         raw = self._source()
         nested = raw._is_owned()
         try:
-            if not raw.acquire(blocking=False) and not self._wait(raw, timeout):
+            if not raw.acquire(blocking=False) and (timeout == 0 or not self._wait(raw, timeout)):
                 return False
             self._acquisitions += 1
             self._hold = _Hold(me, threading.current_thread().name, time.monotonic(), _NOTHING_NAMED)
@@ -173,6 +175,10 @@ class FXTraceLock:
         self._hold = None
         self._waiting.clear()
 
+    def waited_by(self, thread: int) -> float:
+        """Return how many seconds the thread with this ident has waited for the lock."""
+        return self._waited_by.get(thread, 0.0)
+
     def owned(self) -> bool:
         """Tell whether the calling thread holds the lock."""
         hold = self._hold
@@ -223,6 +229,7 @@ class FXTraceLock:
 
     def _wait(self, raw: RawLock, timeout: float | None) -> bool:
         me, name, start = threading.get_ident(), threading.current_thread().name, time.monotonic()
+        first, began = self._hold, events.clock()
         deadline = start + (self.limit if timeout is None else timeout)
         pause = max(self.warn_after, 0.1)
         in_a_cycle: _Hold | None = None
@@ -252,6 +259,10 @@ class FXTraceLock:
                     pause *= 2
         finally:
             self._waiting.pop(me, None)
+            waited = events.clock() - began
+            self._waited_by[me] = self.waited_by(me) + waited
+            holder, doing = (first.thread, first.doing) if first else (None, None)
+            events.publish(events.Wait(name, me, began, waited, holder, doing))
 
     def _report(self, waiter: str, waited: float, *, stack: bool = True) -> str:
         hold = self._hold

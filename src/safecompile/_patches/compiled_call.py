@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ast
 import gc
-from types import CodeType, FunctionType
+import operator
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
 
+from safecompile._core import events
 from safecompile._core.gate import Gate, LookAgain
+from safecompile._core.guarded import Guarded
+from safecompile._core.stacks import outwards
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import Instead, codes_in, constant, parsed, rewritten, with_constants
 
@@ -30,6 +34,29 @@ class _Waits:
 
     def __init__(self, patches: _Installs) -> None:
         self.install = patches.wait_for_reset
+
+
+# On the object of torch's that a compiled function belongs to: its Guarded, and what counts a call of it.
+_GUARDED, _CALLED = "_safecompile_guarded", "_safecompile_called"
+
+
+class _Guarded:
+    """What the calls of guarded callables do with torch's object."""
+
+    count = operator.methodcaller(_CALLED)
+    record = operator.attrgetter(_GUARDED)
+
+
+class _Plain:
+    """What the calls of others do: they are not counted."""
+
+    count = record = id
+
+
+class _Untold:
+    """What they look at: nobody is told of them."""
+
+    wanted = False
 
 
 class CompiledCalls(PatchPoint):
@@ -66,13 +93,24 @@ class CompiledCalls(PatchPoint):
             consts = tuple(new.get(const, const) for const in make.__code__.co_consts)
             self.recode(make, make.__code__.replace(co_consts=consts))
 
-    def guard(self, compiled: Any) -> bool:
+    def guard(self, compiled: Any, guarded: Guarded) -> bool:
         """Make a function that ``torch.compile`` has returned install the patches when it is called."""
         self._prepare()
         code = self._guarded.get(compiled.__code__)
         if code is not None:
             compiled.__code__ = code
+            context = compiled.__closure__[code.co_freevars.index("self")].cell_contents
+            vars(context).update({_GUARDED: guarded, _CALLED: guarded.called})
         return code is not None
+
+    def guarded_in(self, frame: FrameType) -> Guarded | None:
+        """Return the innermost guarded callable that is being called, seen from ``frame``."""
+        for one in outwards(frame):
+            if self.catch(one.f_code):
+                guarded: Guarded | None = vars(one.f_locals["self"]).get(_GUARDED)
+                if guarded is not None:
+                    return guarded
+        return None
 
     def catch(self, code: CodeType) -> bool:
         """Tell whether ``code`` catches ``LookAgain``; its locals are ``seen``, the epoch, and ``tries``."""
@@ -91,8 +129,16 @@ class CompiledCalls(PatchPoint):
         )
         for code in codes_in(eval_frame._TorchDynamoContext.__call__.__code__):
             if code.co_name in _CallAgain.names and changed(code).co_freevars == code.co_freevars:
-                for codes, patches in ((self._guarded, self._patches), (self._plain, _Waits(self._patches))):
-                    codes[code] = with_constants(changed(code), patches=patches, **constants)
+                self._guarded[code] = with_constants(
+                    changed(code),
+                    patches=self._patches,
+                    calls=events.calls,
+                    of=_Guarded,
+                    **constants,
+                )
+                self._plain[code] = with_constants(
+                    changed(code), patches=_Waits(self._patches), calls=_Untold, of=_Plain, **constants
+                )
         for code in codes_in(eval_frame.DisableContext.__call__.__code__):
             if code.co_name in _CallAgain.names:
                 self._disabled[code] = with_constants(changed(code), **constants)
@@ -112,14 +158,20 @@ class _CallAgain(Instead, ast.NodeTransformer):
     names = ("compile_wrapper", "_fn")  # in newer and in older torch
     loop = f"""
 tries = 0
-while True:
-    # Noted before Dynamo looks in its cache; the gate reads it from this frame, so that a warm call
-    # writes nothing that another thread sees and takes no lock.
-    seen = {constant("gate")!r}.epoch or {constant("patches")!r}.install()
-    try:
-        pass
-    except {constant("look_again")!r}:  # nothing of the function has run; another thread has compiled it
-        tries += 1
+{constant("of")!r}.count(self)
+began = {constant("calls")!r}.wanted and {constant("calls")!r}.clock()
+try:
+    while True:
+        # Noted before Dynamo looks in its cache; the gate reads it from this frame, so that a warm call takes no lock,
+        # and writes nothing but the count of calls.
+        seen = {constant("gate")!r}.epoch or {constant("patches")!r}.install()
+        try:
+            pass
+        except {constant("look_again")!r}:  # nothing of the function has run; another thread has compiled it
+            tries += 1
+finally:
+    if began:
+        {constant("calls")!r}.ended({constant("of")!r}.record(self), began)
 """
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
@@ -131,6 +183,6 @@ while True:
         self.generic_visit(node)
         if self._compiles and node.name in self.names:
             loop: Any = parsed(self.loop, node)
-            loop[1].body[1].body = node.body
+            loop[-1].body[0].body[1].body = node.body
             node.body = loop
         return node

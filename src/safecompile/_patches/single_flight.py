@@ -22,9 +22,9 @@ from safecompile._patches.cache_entries import entries, entry_in, remember
 from safecompile._patches.company import alone
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.interpreter_exit import InterpreterExit
-from safecompile._patches.per_call_settings import excuse_fullgraph_call
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.resume_functions import RESUME_CODE
+from safecompile._patches.running_as_it_is import as_it_is, can_run_once_as_it_is, in_a_checkpoint, run_once_as_it_is
 
 __all__ = ["SingleFlight"]
 
@@ -79,7 +79,9 @@ class SingleFlight(PatchPoint):
         self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
         self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
         self.wrap(guards.CheckFunctionManager, "invalidate", self._invalidate)
-        for converter in () if _can_skip_once() else (convert_frame.ConvertFrame, convert_frame.ConvertFrameAssert):
+        for converter in (
+            () if can_run_once_as_it_is() else (convert_frame.ConvertFrame, convert_frame.ConvertFrameAssert)
+        ):
             self.wrap(converter, "__call__", self._convert_unless_skipped)
 
     def _invalidate(self, invalidate: Callable[..., None], made: Any, args: Any, kwargs: Any) -> None:
@@ -111,7 +113,7 @@ class SingleFlight(PatchPoint):
         try:
             return call_back(*args, **kwargs)
         except WaitCycleError as error:
-            if error.waiter != threading.get_ident() or not _can_skip_once() or in_a_checkpoint():
+            if error.waiter != threading.get_ident() or not can_run_once_as_it_is() or in_a_checkpoint():
                 raise
             code = args[0].f_code
             warnings.warn(
@@ -119,7 +121,7 @@ class SingleFlight(PatchPoint):
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return self._run_once_as_it_is("its compile would wait for ever")
+            return run_once_as_it_is(code, "its compile would wait for ever", self._calls.guarded_in(sys._getframe(1)))
 
     def _convert(self, convert: Callable[..., Any], converter: Any, args: Any, kwargs: Any) -> Any:
         """Stand around one conversion. torch holds the compile lock here."""
@@ -127,17 +129,17 @@ class SingleFlight(PatchPoint):
         code = frame.f_code
         caller = self._caller(sys._getframe(1))
         if caller.f_code is self._disabled_code:  # torch looks for it as well, but stops at the frames here
-            return self._as_it_is("disabled, but not what it calls")
+            return as_it_is("disabled, but not what it calls")
         retry = self._retry_frame(caller)
         if retry is not None:
             if not self._gate.admit(code, retry.f_locals["seen"]):
                 raise LookAgain
         elif self._finished_meanwhile(converter, frame):
-            return self._run_once_as_it_is("compiled by another thread")
+            return run_once_as_it_is(code, "compiled by another thread", self._calls.guarded_in(caller))
         self._exit.before_compile()
         with self._lock.doing(f"compiling {code.co_name} ({code.co_filename}:{code.co_firstlineno})"):
             result = events.watched(
-                events.Compile.of(code),
+                events.Compile.of(code, self._calls.guarded_in(caller)),
                 lambda: _blamed(convert, args, kwargs),
                 reasons=lambda: events.explain(list(entries(converter, frame)), frame),
                 made=entry_in,
@@ -198,35 +200,7 @@ class SingleFlight(PatchPoint):
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
         if not self._gate.finished_elsewhere(frame.f_code):
             return False
-        return _can_skip_once() and not in_a_checkpoint() and _has_entry(converter, frame)
-
-    def _run_once_as_it_is(self, why: str) -> Any:
-        from torch._dynamo import types
-
-        excuse_fullgraph_call()
-        skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]
-        return self._as_it_is(why, frame_exec_strategy=skip)
-
-    def _as_it_is(self, why: str, **strategy: Any) -> Any:
-        from torch._dynamo import types
-
-        if "skip_reason" in types.ConvertFrameReturn.__dataclass_fields__:  # newer than torch 2.8
-            strategy["skip_reason"] = why
-        return types.ConvertFrameReturn(apply_to_code=False, **strategy)
-
-
-def _can_skip_once() -> bool:
-    """Tell whether a frame can be run as it is this once: torch 2.6 would never compile its code then."""
-    from torch._dynamo import types
-
-    return hasattr(types, "ConvertFrameReturn")
-
-
-def in_a_checkpoint() -> bool:
-    """Tell whether a frame must save the same tensors as in a recomputation, which is compiled."""
-    from torch._C._autograd import _top_saved_tensors_default_hooks
-
-    return _top_saved_tensors_default_hooks(True) is not None
+        return can_run_once_as_it_is() and not in_a_checkpoint() and _has_entry(converter, frame)
 
 
 def _calls_forward_first(frame: FrameType) -> bool:

@@ -7,17 +7,13 @@ import inspect
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from safecompile._core import events
 from safecompile._core.errors import SafeCompileError, UnsupportedCallableError
 from safecompile._core.events import Compile, subscribe, unsubscribe
 from safecompile._installation import install
-from safecompile.testing._reasons import reasons
 
 __all__ = ["CompileLimitError", "MaxCompiles", "max_compiles", "no_compiles"]
 
 _F = TypeVar("_F")
-
-events.explain = reasons
 
 
 class CompileLimitError(SafeCompileError, AssertionError):
@@ -82,7 +78,7 @@ class MaxCompiles:
         self._entered, self._ended = True, []
         # A list of each block's own: one that a compile began in and outlives is not the next block's.
         self._subscriber = self._ended.append
-        subscribe(self._subscriber)
+        subscribe(self._subscriber, Compile)
         return self
 
     def __exit__(
