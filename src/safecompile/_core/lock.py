@@ -195,6 +195,13 @@ class FXTraceLock:
         hold = self._hold
         return hold if hold is not None and self.owned() and hold.doing != _NOTHING_NAMED else None
 
+    def held_by(self) -> str:
+        """Say who holds the lock, since when and for what."""
+        hold = self._hold
+        if hold is None:
+            return "another thread holds the FX-trace lock"
+        return f"thread {hold.thread!r} has held the FX-trace lock for {time.monotonic() - hold.since:.1f} s ({hold.doing})"
+
     def owned_by_torch(self) -> bool:
         """Tell whether the calling thread holds the lock by way of torch's own object: it is inside a compile."""
         return not self.owned() and self._source()._is_owned()

@@ -29,6 +29,7 @@ from safecompile._patches.helper_threads import HelperThreads
 from safecompile._patches.interpreter_exit import InterpreterExit
 from safecompile._patches.per_call_settings import CallSettings, FullgraphCalls, Stance
 from safecompile._patches.point import PatchPoint, threads_running
+from safecompile._patches.recompile_budget import RecompileBudget
 from safecompile._patches.regions import TorchCheckpoint
 from safecompile._patches.resume_functions import ResumeFunctions, skip_frames_of
 from safecompile._patches.rewriting import looked_up
@@ -36,6 +37,7 @@ from safecompile._patches.serial_traces import SerialTraces
 from safecompile._patches.single_flight import SingleFlight
 from safecompile._patches.thread_global_names import THREAD_GLOBALS
 from safecompile._patches.thread_globals import ThreadGlobals
+from safecompile._patches.when_compiling import WhenCompiling
 
 __all__ = ["fx_trace_lock", "gate", "patches"]
 
@@ -68,6 +70,8 @@ class Patches:
             LazyGraphModules(),
             CompileLock(fx_trace_lock),
             self.calls,
+            WhenCompiling(fx_trace_lock, self.calls),
+            RecompileBudget(self.calls),
             SingleFlight(gate, fx_trace_lock, self.calls, at_exit, self.reset),
             FullgraphCalls(),
             at_exit,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,10 +48,18 @@ def _backend(callback: Any) -> Any:
     return callback
 
 
+class _Asked(threading.local):
+    older = False
+
+
 class CacheOrder(PatchPoint):
     name = "cache-order"
     protects = "a recomputation runs another compiled variant than its forward, after other threads' new shapes (E6)"
     upstream = "pytorch#166926; torch/csrc/dynamo/extra_state.cpp, _set_lru_cache"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = _Asked()
 
     def mismatch(self) -> str | None:
         return None
@@ -79,7 +88,13 @@ class CacheOrder(PatchPoint):
         if older and entry is not None:
 
             def none_is_older(values: dict[str, Any]) -> bool:
-                return not any(manager.check(values) for manager in (reference() for reference in older) if manager)
+                if self._asked.older:  # an older one that gives way to one still older: that will be asked as well
+                    return True
+                self._asked.older = True
+                try:
+                    return not any(manager.check(values) for manager in (reference() for reference in older) if manager)
+                finally:
+                    self._asked.older = False
 
             entry.guard_manager.root.add_lambda_guard(none_is_older, ["no older entry may be used"])
         return conversion

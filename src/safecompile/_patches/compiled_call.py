@@ -103,14 +103,17 @@ class CompiledCalls(PatchPoint):
             vars(context).update({_GUARDED: guarded, _CALLED: guarded.called})
         return code is not None
 
+    def call_in(self, frame: FrameType) -> FrameType | None:
+        """Return the frame of torch's wrapper around the innermost guarded call, seen from ``frame``."""
+        return next((one for one in outwards(frame) if self.catch(one.f_code) and self.record(one)), None)
+
+    def record(self, call: FrameType | None) -> Guarded | None:
+        """Return what a frame of torch's wrapper calls, if it is a guarded callable."""
+        return vars(call.f_locals["self"]).get(_GUARDED) if call is not None else None
+
     def guarded_in(self, frame: FrameType) -> Guarded | None:
         """Return the innermost guarded callable that is being called, seen from ``frame``."""
-        for one in outwards(frame):
-            if self.catch(one.f_code):
-                guarded: Guarded | None = vars(one.f_locals["self"]).get(_GUARDED)
-                if guarded is not None:
-                    return guarded
-        return None
+        return self.record(self.call_in(frame))
 
     def catch(self, code: CodeType) -> bool:
         """Tell whether ``code`` catches ``LookAgain``; its locals are ``seen``, the epoch, and ``tries``."""

@@ -1,0 +1,66 @@
+"""What a call does that needs a graph while another thread compiles: ``when_compiling=`` of its guarded callable."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from safecompile._core.errors import CompileInProgressError
+from safecompile._core.lock import FXTraceLock
+from safecompile._patches.compiled_call import CompiledCalls
+from safecompile._patches.point import PatchPoint
+from safecompile._patches.running_as_it_is import can_run_once_as_it_is, in_a_checkpoint, run_once_as_it_is
+
+__all__ = ["WhenCompiling"]
+
+
+class WhenCompiling(PatchPoint):
+    name = "when-compiling"
+    protects = "requests wait for the compile of another thread (when_compiling=)"
+    upstream = "torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
+
+    def __init__(self, lock: FXTraceLock, calls: CompiledCalls) -> None:
+        super().__init__()
+        self._lock, self._calls = lock, calls
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo import convert_frame
+
+        has = hasattr(convert_frame, "CatchErrorsWrapper")
+        return None if has else "torch._dynamo.convert_frame has no CatchErrorsWrapper"
+
+    def apply(self) -> None:
+        from torch._dynamo import convert_frame
+
+        self.wrap(convert_frame.CatchErrorsWrapper, "__call__", self._call_back)
+
+    def _call_back(self, call_back: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        """Stand before Dynamo's wait for the compile lock."""
+        guarded = self._calls.guarded_in(sys._getframe(1))
+        if guarded is None:
+            return call_back(*args, **kwargs)
+        if guarded.when_compiling != "wait":
+            # Kept while Dynamo looks at the frame and compiles it: no other thread gets in between, and none is waited for.
+            if self._lock.acquire(timeout=0):
+                try:
+                    return call_back(*args, **kwargs)
+                finally:
+                    self._lock.release()
+            code = args[0].f_code
+            if guarded.when_compiling == "error":
+                raise CompileInProgressError(
+                    f"{guarded.name} needs a graph for these arguments, and {self._lock.held_by()}. Call it again later, "
+                    f'warm it up before (safecompile.warmup), or let it wait or run eagerly (when_compiling="wait", '
+                    f'"eager"): {code.co_name} ({code.co_filename}:{code.co_firstlineno}).'
+                )
+            if can_run_once_as_it_is() and not in_a_checkpoint():
+                return run_once_as_it_is(code, self._lock.held_by(), guarded)
+        me = threading.get_ident()
+        before = self._lock.waited_by(me)
+        try:
+            return call_back(*args, **kwargs)
+        finally:
+            if waited := self._lock.waited_by(me) - before:
+                guarded.waited(waited)
