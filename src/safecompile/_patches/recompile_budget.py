@@ -23,28 +23,6 @@ from safecompile._patches.running_as_it_is import can_run_once_as_it_is, run_onc
 __all__ = ["RecompileBudget"]
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """Whose graph it is."""
-
-    thread: weakref.ref[threading.Thread]
-    for_what: tuple[Any, ...]
-
-    def gone(self) -> bool:
-        """Tell whether nobody can ask for this graph again but those who take over the budget."""
-        thread = self.thread()
-        return thread is None or not thread.is_alive()
-
-
-@dataclass(frozen=True)
-class _Made:
-    """What is known of one entry in Dynamo's cache."""
-
-    owner: _Owner
-    thread: str
-    reason: str
-
-
 class _Same:
     """Compares and hashes as the object that it refers to weakly, by identity."""
 
@@ -56,6 +34,40 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self._of() is other._of() is not None
+
+    def is_gone(self) -> bool:
+        return self._of() is None
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Whose graph it is."""
+
+    thread: weakref.ref[threading.Thread]
+    things: tuple[_Same, ...]
+    """What is compiled, and the modules that it is called with."""
+    devices: tuple[str, ...]
+
+    def has_ended(self) -> bool:
+        thread = self.thread()
+        return thread is None or not thread.is_alive()
+
+    def is_gone(self) -> bool:
+        return self.has_ended() or any(thing.is_gone() for thing in self.things)
+
+    def counts_for(self, other: _Owner) -> bool:
+        """Tell whether its graphs are part of the other's limit: a thread takes over that of those that have ended."""
+        same = (self.things, self.devices) == (other.things, other.devices)
+        return same and (self.thread() is other.thread() or self.has_ended())
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What is known of one entry in Dynamo's cache."""
+
+    owner: _Owner
+    thread: str
+    reason: str
 
 
 class RecompileBudget(PatchPoint):
@@ -130,7 +142,7 @@ class RecompileBudget(PatchPoint):
 
         size, frame, call = count(*args, **kwargs), args[0], self._calls.call_in(sys._getframe(1))
         own, limit, torchs_limit = len(self._own(frame, call)), self._limit(call), _torchs_limit(config)
-        self._others = sum(not made.owner.gone() for made in self._entries(frame.f_code)) - own
+        self._others = sum(not made.owner.is_gone() for made in self._entries(frame.f_code)) - own
         size.num_cache_entries -= self._others
         if hasattr(size, "total_cache_entries_all_regions"):
             size.total_cache_entries_all_regions -= self._others
@@ -155,13 +167,9 @@ class RecompileBudget(PatchPoint):
                 yield made
 
     def _own(self, frame: Any, call: FrameType | None) -> list[_Made]:
-        """Return the entries that count for a frame: its owner's, and those of threads that have ended."""
+        """Return the entries that count for a frame."""
         owner = _owner(frame, call)
-        return [
-            made
-            for made in self._entries(frame.f_code)
-            if made.owner.for_what == owner.for_what and (made.owner.thread() is owner.thread() or made.owner.gone())
-        ]
+        return [made for made in self._entries(frame.f_code) if made.owner.counts_for(owner)]
 
     def _limit(self, call: FrameType | None) -> int:
         from torch._dynamo import config
@@ -192,21 +200,19 @@ class RecompileBudget(PatchPoint):
 
 def _owner(frame: Any, call: FrameType | None) -> _Owner:
     """Describe for whom a frame is compiled: thread, callable, modules, and devices of its tensors."""
-    values = list(frame.f_locals.values())
-    context = None
+    values: list[Any] = list(frame.f_locals.values())
+    things: list[Any] = []
     if call is not None:
         values += [call.f_locals["args"], call.f_locals["kwargs"]]
-        context = _Same(call.f_locals["self"])
+        things.append(call.f_locals["self"])
     leaves = pytree.tree_leaves(values)
-    things = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
+    things += [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
     if (instance := frame.f_locals.get("self")) is not None and hasattr(instance, "__weakref__"):
         things.append(instance)
     devices = {str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    # In order, for two modules can be called as (a, b) and (b, a); each once.
-    return _Owner(
-        weakref.ref(threading.current_thread()),
-        (context, tuple(dict.fromkeys(map(_Same, things))), tuple(sorted(devices))),
-    )
+    # In their order: two modules can be called as (a, b) and as (b, a).
+    same = tuple(dict.fromkeys(map(_Same, things)))
+    return _Owner(weakref.ref(threading.current_thread()), same, tuple(sorted(devices)))
 
 
 def _torchs_limit(config: Any) -> int:
