@@ -514,7 +514,7 @@ def test_reasons_are_worked_out_for_subscribers_only(monkeypatch: pytest.MonkeyP
 def test_a_guard_that_cannot_be_asked_leaves_no_more_than_that_another_graph_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from safecompile.testing import _reasons as module
+    from safecompile.observe import _reasons as module
 
     def raises(*_: object) -> Any:
         raise RuntimeError("no verbose check")

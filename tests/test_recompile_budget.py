@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import safecompile
-from safecompile import thread_safe_compile
+from safecompile import capture_context, thread_safe_compile
 from safecompile._core import events
 from safecompile.observe import RecompileLimit
 from tests.helpers.backends import CountingBackend
@@ -71,13 +71,10 @@ def compile_plainly(fn: Any, **options: Any) -> Any:
 
 
 def shapes_in_three_threads(call: Callable[[Tensor], Tensor]) -> None:
-    done = threading.Barrier(3)
-
     def work(thread: int) -> None:
         for size in range(4):
             x = torch.randn(10 * thread + size + 2)
             assert torch.equal(call(x), x.sin() + 1)
-        done.wait(60)  # the limit of a thread that has ended is taken over
 
     run_threads(work, 3)
 
@@ -181,17 +178,19 @@ def test_replicas_that_are_gone_do_count_for_what_all_code_may_have() -> None:
 
 
 @stops_for_one
-def test_a_thread_takes_over_the_limit_of_those_that_have_ended() -> None:
+@torch._dynamo.config.patch({f"accumulated_{RECOMPILE_LIMIT}": 16})
+def test_a_thread_for_each_request_does_not_compile_for_ever() -> None:
     backend = CountingBackend()
     call = thread_safe_compile(fresh(), backend=backend, dynamic=False)
+    context = capture_context()
 
     def ask() -> None:
-        for size in range(2, 14):  # a thread for each request must not compile for ever
-            run_threads([functools.partial(call, torch.ones(size))])
+        for size in range(2, 22):
+            run_threads([functools.partial(context.run, call, torch.ones(size))])
 
-    with pytest.warns(RuntimeWarning, match=r"^function .* has 8 graphs in thread"):
+    with pytest.warns(RuntimeWarning, match=r"^function .* recompile limit"):
         ask()
-    assert backend.count == LIMIT
+    assert backend.count == 16
 
 
 # -------------------------------------------------------------------------------------------------- reaching the limit
@@ -213,11 +212,13 @@ def test_reaching_the_limit_is_one_warning_with_the_reasons_by_thread() -> None:
                 assert torch.equal(call(x), x.sin() + 1)
     finally:
         events.unsubscribe(tell)
-    assert backend.count == LIMIT
+    assert backend.count == 1 + LIMIT
     [text] = [str(one.message) for one in caught]
     first, *reasons = text.splitlines()
-    assert first.startswith("function (<string>:1) has 8 graphs in thread 'MainThread', its recompile limit is 8: ")
-    assert len(reasons) == 8
+    assert first.startswith(
+        "function (<string>:1) has 8 graphs for thread 'MainThread', and its recompile limit is 8: "
+    )
+    assert len(reasons) == 9
     assert "  thread 'worker-0': first call" in reasons
     assert "  thread 'MainThread': argument x: size mismatch at index 0: expected 2, actual 3" in reasons
     assert [(one.function, one.limit, one.count) for one in told] == [("function", 8, 8)]
@@ -227,7 +228,7 @@ def test_reaching_the_limit_is_one_warning_with_the_reasons_by_thread() -> None:
 def test_one_threads_limit_stops_no_other_thread() -> None:
     backend = CountingBackend()
     call = thread_safe_compile(fresh(), backend=backend, dynamic=False)
-    reached, done = threading.Event(), threading.Event()
+    reached = threading.Event()
 
     def greedy() -> None:
         with warnings.catch_warnings():
@@ -235,14 +236,12 @@ def test_one_threads_limit_stops_no_other_thread() -> None:
             for size in range(2, 14):
                 call(torch.ones(size))
         reached.set()
-        assert done.wait(60)  # the limit of a thread that has ended is taken over
 
     def other() -> None:
         assert reached.wait(60)
         for size in range(20, 24):
             x = torch.randn(size)
             assert torch.equal(call(x), x.sin() + 1)
-        done.set()
 
     run_threads([greedy, other])
     assert backend.count == LIMIT + 4

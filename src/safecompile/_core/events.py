@@ -128,9 +128,9 @@ class RecompileLimit:
     start: float
     limit: int
     count: int
-    """How many graphs it has, for these modules and devices."""
+    """How many graphs it has for this thread, these modules and devices."""
     reasons: tuple[tuple[str, str], ...]
-    """The thread that compiled each of them, and why."""
+    """Why it was compiled, also for others: the thread's name, and the reason."""
 
 
 @dataclass(frozen=True)

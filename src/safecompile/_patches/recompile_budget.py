@@ -48,17 +48,12 @@ class _Owner:
     """What is compiled, and the modules that it is called with."""
     devices: tuple[str, ...]
 
-    def has_ended(self) -> bool:
-        thread = self.thread()
-        return thread is None or not thread.is_alive()
-
     def is_gone(self) -> bool:
-        return self.has_ended() or any(thing.is_gone() for thing in self.things)
+        thread = self.thread()
+        return thread is None or not thread.is_alive() or any(thing.is_gone() for thing in self.things)
 
-    def counts_for(self, other: _Owner) -> bool:
-        """Tell whether its graphs are part of the other's limit: a thread takes over that of those that have ended."""
-        same = (self.things, self.devices) == (other.things, other.devices)
-        return same and (self.thread() is other.thread() or self.has_ended())
+    def is_same(self, other: _Owner) -> bool:
+        return self.thread() is other.thread() and (self.things, self.devices) == (other.things, other.devices)
 
 
 @dataclass(frozen=True)
@@ -111,13 +106,13 @@ class RecompileBudget(PatchPoint):
         call = self._calls.call_in(sys._getframe(1))
         own, limit = self._own(frame, call), self._limit(call)
         if len(own) >= limit:
-            self._warn(frame.f_code, own, limit)
+            self._warn(frame.f_code, len(own), limit)
             return self._run(frame.f_code, call, limit)
         self._exceeded = False
         result = call_back(*args, **kwargs)
         if self._exceeded and getattr(result, "apply_to_code", False):
             self._exceeded = False
-            self._warn(frame.f_code, own, limit)
+            self._warn(frame.f_code, len(own), limit)
             return replace(result, apply_to_code=False)
         return result
 
@@ -137,7 +132,11 @@ class RecompileBudget(PatchPoint):
         return conversion
 
     def _count(self, count: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        """Leave out what belongs to others: torch compares what is returned with the limits."""
+        """Leave out what belongs to others: torch compares what is returned with the limits.
+
+        What belongs to ended threads, or is for modules that are gone, counts for the limit of all code (256): a thread
+        for each request, or a replica, must not compile for ever.
+        """
         from torch._dynamo import config
 
         size, frame, call = count(*args, **kwargs), args[0], self._calls.call_in(sys._getframe(1))
@@ -169,7 +168,7 @@ class RecompileBudget(PatchPoint):
     def _own(self, frame: Any, call: FrameType | None) -> list[_Made]:
         """Return the entries that count for a frame."""
         owner = _owner(frame, call)
-        return [made for made in self._entries(frame.f_code) if made.owner.counts_for(owner)]
+        return [made for made in self._entries(frame.f_code) if made.owner.is_same(owner)]
 
     def _limit(self, call: FrameType | None) -> int:
         from torch._dynamo import config
@@ -177,22 +176,23 @@ class RecompileBudget(PatchPoint):
         guarded = self._calls.record(call)
         return (guarded.recompile_limit if guarded else None) or _torchs_limit(config)
 
-    def _warn(self, code: CodeType, own: list[_Made], limit: int) -> None:
+    def _warn(self, code: CodeType, count: int, limit: int) -> None:
         if self._warned.get(id(code)) is code:
             return
         self._warned[id(code)] = code
-        me, reasons = threading.current_thread(), tuple((made.thread, made.reason) for made in own)
+        me = threading.current_thread()
+        reasons = tuple(sorted({(made.thread, made.reason) for made in self._entries(code)}))
         name, filename, line = events.described(code)
         events.publish(
             events.RecompileLimit(
-                name, filename, line, me.name, threading.get_ident(), events.clock(), limit, len(own), reasons
+                name, filename, line, me.name, threading.get_ident(), events.clock(), limit, count, reasons
             )
         )
         listed = "".join(f"\n  thread {thread!r}: {reason}" for thread, reason in reasons)
         warnings.warn(
-            f"{name} ({filename}:{line}) has {len(own)} graphs in thread {me.name!r}, its recompile limit is {limit}: calls "
+            f"{name} ({filename}:{line}) has {count} graphs for thread {me.name!r}, and its recompile limit is {limit}: calls "
             "that fit none of them run eagerly. Let what changes be dynamic, or raise the limit (recompile_limit=). "
-            f"Compiled were:{listed}",
+            f"Why it was compiled, by thread:{listed}",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from safecompile._core import events
 from safecompile._core.events import Call, Compile, EagerRun, RecompileLimit, Wait
-from safecompile.observe._reasons import reasons
+from safecompile.observe import _reasons
 
 __all__ = ["Call", "Compile", "EagerRun", "RecompileLimit", "Wait"]
 
-events.explain = reasons
+events.explain = _reasons.reasons

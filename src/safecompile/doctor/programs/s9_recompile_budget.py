@@ -19,7 +19,6 @@ __all__ = ["run"]
     "threads use up one recompile budget: later shapes run eagerly",
     kind="silent",
     upstream="pytorch#177355",
-    protected=False,
 )
 def run(case: Case) -> None:
     backend = CountingBackend()
