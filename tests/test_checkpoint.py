@@ -35,7 +35,7 @@ from tests.helpers.regions import (
     two_dropouts,
 )
 from tests.helpers.threads import gather_threads, run_threads, switch_interval
-from tests.helpers.torch_version import TORCH, lacks, limit
+from tests.helpers.torch_version import TORCH, lacks
 
 Checkpoint = Callable[..., Any]
 
@@ -571,9 +571,8 @@ def test_a_compiled_module_with_dropout_in_the_region_gets_its_own_numbers_again
     assert (backend.forward.count, backend.backward.count) == (1, 1)
 
 
-@COMPILED_ONCE
 @pytest.mark.usefixtures("fresh_dynamo", "among_threads")
-@pytest.mark.parametrize("compiler", [thread_safe_compile, torch.compile])
+@pytest.mark.parametrize("compiler", [thread_safe_compile, pytest.param(torch.compile, marks=COMPILED_ONCE)])
 @pytest.mark.parametrize("kind", [CountingBackend, AotCountingBackend])
 def test_what_a_compiled_callable_draws_is_the_same_in_the_recomputation_cold_and_warm(
     compiler: Any, kind: Any
@@ -598,7 +597,6 @@ def test_what_a_compiled_callable_draws_is_the_same_in_the_recomputation_cold_an
     assert set(compiles()) == {1}
 
 
-@COMPILED_ONCE
 @pytest.mark.usefixtures("fresh_dynamo", "among_threads")
 def test_numbers_on_both_sides_of_a_graph_break_are_the_same_in_the_recomputation() -> None:
     backend = AotCountingBackend()
@@ -671,7 +669,6 @@ def test_the_reentrant_kind_is_refused_in_a_compiled_callable_too() -> None:
         f(ones())
 
 
-@COMPILED_ONCE
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_threads_that_checkpoint_one_compiled_callable_compile_it_once() -> None:
     backend = AotCountingBackend()
@@ -1302,7 +1299,6 @@ def test_four_threads_with_a_region_compiled_by_inductor_are_right() -> None:
     assert in_four_threads(step) == ["right"] * 240
 
 
-@limit((2, 9), "the variant of a forward that drew, in the recomputation", always=False)
 @pytest.mark.inductor
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_four_threads_with_a_callable_compiled_by_inductor_in_a_region_are_right() -> None:

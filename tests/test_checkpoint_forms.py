@@ -19,7 +19,6 @@ from safecompile import UnsupportedCallableError, checkpoint, checkpoint_sequent
 from tests.helpers.backends import CountingBackend
 from tests.helpers.regions import (
     COMPANIES,
-    COMPILED_ONCE,
     SECONDS,
     alone,
     another_thread,
@@ -195,7 +194,6 @@ def test_decorated_functions_may_be_nested() -> None:
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@COMPILED_ONCE
 def test_a_decorated_compiled_callable_and_a_compiled_decorated_one_are_right() -> None:
     backend = CountingBackend()
     inside: Any = checkpoint(thread_safe_compile(two_dropouts, backend=backend))

@@ -20,7 +20,6 @@ import safecompile
 from tests.helpers.backends import AotCountingBackend
 from tests.helpers.models import tiny_model
 from tests.helpers.regions import (
-    COMPILED_ONCE,
     SECONDS,
     alone,
     another_thread,
@@ -239,7 +238,6 @@ def test_torchs_own_may_be_called_in_a_fullgraph_function(backend: str) -> None:
     assert torch.allclose(backward(f(x, 2.0), x), expected)
 
 
-@COMPILED_ONCE
 @pytest.mark.usefixtures("installed")
 def test_a_region_of_torchs_own_holds_a_compiled_callable_that_is_compiled_once() -> None:
     backend = AotCountingBackend()

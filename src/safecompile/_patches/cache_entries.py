@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
+from torch.utils._python_dispatch import BaseTorchDispatchMode, TorchDispatchMode, _get_current_dispatch_mode_stack
+
 from safecompile._patches.point import PatchPoint
+from safecompile._patches.random_numbers import RegionMode
 
 __all__ = ["CacheOrder", "entries", "entry_in", "remember"]
 
@@ -56,6 +60,7 @@ class CacheOrder(PatchPoint):
     name = "cache-order"
     protects = "a recomputation runs another compiled variant than its forward, after other threads' new shapes (E6)"
     upstream = "pytorch#166926; torch/csrc/dynamo/extra_state.cpp, _set_lru_cache"
+    _in_region = False  # whether the call that is compiled runs under a region's mode; guarded by the compile lock
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +71,15 @@ class CacheOrder(PatchPoint):
 
     def apply(self) -> None:
         from torch._C._dynamo import eval_frame
-        from torch._dynamo import convert_frame
+        from torch._dynamo import convert_frame, guards
 
         if hasattr(eval_frame, "_set_lru_cache"):  # torch 2.10 and newer
             eval_frame._set_lru_cache(False)
         else:
             self.wrap(convert_frame.ConvertFrameAssert, "__call__", self._convert)
+        if not hasattr(TorchDispatchMode, "ignore_compile_internals"):  # torch 2.8 and older
+            self.wrap(convert_frame, "_disable_current_modes", self._disable_modes)
+            self.wrap(guards.CheckFunctionManager, "__init__", self._make_guards)
 
     def restore(self) -> None:
         from torch._C._dynamo import eval_frame
@@ -98,3 +106,17 @@ class CacheOrder(PatchPoint):
 
             entry.guard_manager.root.add_lambda_guard(none_is_older, ["no older entry may be used"])
         return conversion
+
+    def _disable_modes(self, disable: Callable[[], Any], _: Any, args: Any, kwargs: Any) -> Any:
+        """Stand before one compile, which sees no modes."""
+        self._in_region = any(isinstance(mode, RegionMode) for mode in _get_current_dispatch_mode_stack())
+        return disable()
+
+    def _make_guards(self, make: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
+        """Make the guards of an entry under a mode if the calls are: a tensor is another one for them under a mode.
+
+        Otherwise no call under a mode has an entry. Each is compiled, up to the limit, from which on it runs eagerly: a
+        recomputation would save other tensors than its forward.
+        """
+        with BaseTorchDispatchMode() if self._in_region else nullcontext():  # type: ignore[no-untyped-call]
+            make(*args, **kwargs)

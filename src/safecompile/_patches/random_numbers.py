@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from safecompile._core.errors import CheckpointRandomnessError
 from safecompile._patches.generators import States, default_generator, default_generators, tensors_in
 
-__all__ = ["Draws", "Recording", "Replay", "recompute_to_the_end"]
+__all__ = ["Draws", "Recording", "RegionMode", "Replay", "recompute_to_the_end"]
 
 _OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "inductor_prims", "_c10d_functional"})
 
@@ -39,7 +39,7 @@ class Draws(enum.IntEnum):
     """Also from a generator that is passed to the operator, or in another way that must be looked at each time."""
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RegionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of a region. Compiled callables inside are compiled and run as without it."""
 
     supports_higher_order_operators = True
@@ -89,7 +89,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
 
-def _as_any_other(operator: Any, mode: _Mode, /, *args: Any, **kwargs: Any) -> Any:
+def _as_any_other(operator: Any, mode: RegionMode, /, *args: Any, **kwargs: Any) -> Any:
     return mode.__torch_dispatch__(operator, (), args, kwargs)
 
 
@@ -97,7 +97,7 @@ _Tape = list[tuple[Any, Any, bool]]  # operator, its numbers if it drew, whether
 _NOTHING: tuple[Any, Any, bool] = ("nothing", None, False)
 
 
-class Recording(_Mode):  # type: ignore[no-untyped-call]
+class Recording(RegionMode):  # type: ignore[no-untyped-call]
     """Records what the region's random operators give."""
 
     def __init__(self, states: States) -> None:
@@ -140,7 +140,7 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
         self.tape[:] = [entry for entry in self.tape if entry[2]]
 
 
-class Replay(_Mode):  # type: ignore[no-untyped-call]
+class Replay(RegionMode):  # type: ignore[no-untyped-call]
     """Gives the recorded numbers in the place of new ones."""
 
     def __init__(
