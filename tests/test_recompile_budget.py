@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -28,12 +29,17 @@ stops_for_one = lacks((2, 7), "a frame that runs eagerly this once")
 LIMIT = 8
 
 
-def fresh(text: str = "x.sin() + 1", arguments: str = "x") -> Callable[..., Tensor]:
-    """Return a function whose code is its own: the limit is counted by code."""
-    scope: dict[str, Any] = {}
-    exec(f"def function({arguments}):\n    return {text}", scope)
-    function: Callable[..., Tensor] = scope["function"]
-    return function
+def function(x: Tensor) -> Tensor:
+    return x.sin() + 1
+
+
+def scaled_by(model: Scaled, x: Tensor) -> Tensor:
+    return model.linear(x) * model.factor
+
+
+def fresh(original: Callable[..., Tensor] = function) -> Callable[..., Tensor]:
+    """Return a copy with code of its own: the limit is counted by code."""
+    return FunctionType(original.__code__.replace(), globals(), original.__name__)
 
 
 class Scaled(nn.Module):
@@ -134,7 +140,7 @@ def test_instances_with_a_guarded_method_each_have_the_limit() -> None:
 
 def test_functions_that_take_the_replica_as_an_argument_have_a_limit_for_each() -> None:
     backend = CountingBackend()
-    step = thread_safe_compile(fresh("model.linear(x) * model.factor", "model, x"), backend=backend, dynamic=False)
+    step = thread_safe_compile(fresh(scaled_by), backend=backend, dynamic=False)
     for factor in range(10):
         model = Scaled(factor)
         for rows in (2, 3):
@@ -145,7 +151,7 @@ def test_functions_that_take_the_replica_as_an_argument_have_a_limit_for_each() 
 
 def test_devices_each_have_the_limit() -> None:
     backend = CountingBackend()
-    call = thread_safe_compile(fresh("x * 2"), backend=backend, dynamic=False)
+    call = thread_safe_compile(fresh(), backend=backend, dynamic=False)
     for size in range(2, 8):
         call(torch.ones(size))
         call(torch.ones(size, device="meta"))
@@ -172,7 +178,7 @@ def test_replicas_that_are_gone_do_count_for_what_all_code_may_have() -> None:
             replica = thread_safe_compile(Scaled(factor), backend=backend, dynamic=False)
             assert torch.allclose(replica(x), replica.linear(x) * factor)
 
-    with pytest.warns(RuntimeWarning, match="recompile limit"):
+    with pytest.warns(RuntimeWarning, match="graphs for all that ever called it, and the limit is 16: "):
         call_them()
     assert backend.count == 16
 
@@ -188,7 +194,7 @@ def test_a_thread_for_each_request_does_not_compile_for_ever() -> None:
         for size in range(2, 22):
             run_threads([functools.partial(context.run, call, torch.ones(size))])
 
-    with pytest.warns(RuntimeWarning, match=r"^function .* recompile limit"):
+    with pytest.warns(RuntimeWarning, match=r"^function .* graphs for all that ever called it, and the limit is 16: "):
         ask()
     assert backend.count == 16
 
@@ -216,7 +222,7 @@ def test_reaching_the_limit_is_one_warning_with_the_reasons_by_thread() -> None:
     [text] = [str(one.message) for one in caught]
     first, *reasons = text.splitlines()
     assert first.startswith(
-        "function (<string>:1) has 8 graphs for thread 'MainThread', and its recompile limit is 8: "
+        f"function ({__file__}:{function.__code__.co_firstlineno}) has 8 graphs for thread 'MainThread', and the limit is 8: "
     )
     assert len(reasons) == 9
     assert "  thread 'worker-0': first call" in reasons
@@ -269,10 +275,10 @@ def test_with_fullgraph_the_limit_is_an_error_each_time() -> None:
 def test_beyond_the_limit_no_call_waits_for_a_compile() -> None:
     call = thread_safe_compile(fresh(), backend="eager", dynamic=False, recompile_limit=1)
     call(torch.ones(2))
-    with pytest.warns(RuntimeWarning, match="its recompile limit is 1"):
+    with pytest.warns(RuntimeWarning, match="and the limit is 1: "):
         call(torch.ones(3))
     backend = CountingBackend(gated=True)
-    held = thread_safe_compile(fresh("x.cos()"), backend=backend)
+    held = thread_safe_compile(fresh(), backend=backend)
     thread = threading.Thread(target=held, args=(torch.ones(2),))
     thread.start()
     assert backend.entered.wait(60)

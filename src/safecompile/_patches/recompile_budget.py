@@ -18,7 +18,7 @@ from safecompile._core import events
 from safecompile._patches.cache_entries import entry_in
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.point import PatchPoint
-from safecompile._patches.running_as_it_is import can_run_once_as_it_is, run_once_as_it_is
+from safecompile._patches.running_as_it_is import can_run_once_as_it_is, in_a_checkpoint, run_once_as_it_is
 
 __all__ = ["RecompileBudget"]
 
@@ -52,8 +52,9 @@ class _Owner:
         thread = self.thread()
         return thread is None or not thread.is_alive() or any(thing.is_gone() for thing in self.things)
 
-    def is_same(self, other: _Owner) -> bool:
-        return self.thread() is other.thread() and (self.things, self.devices) == (other.things, other.devices)
+    def counts_for(self, other: _Owner, *, all_threads: bool) -> bool:
+        same = (self.things, self.devices) == (other.things, other.devices)
+        return same and (all_threads or self.thread() is other.thread())
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ class RecompileBudget(PatchPoint):
         self._calls = calls
         self._made: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # by guard manager
         self._warned: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()  # by id
-        # Guarded by the compile lock: how many entries belong to others, and whether torch has just refused a compile.
-        self._others, self._exceeded = 0, False
+        # Guarded by the compile lock: how many entries belong to others; which number of compiles was too much, for which
+        # limit.
+        self._others, self._exceeded = 0, (0, 0)
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame
@@ -106,19 +108,14 @@ class RecompileBudget(PatchPoint):
         call = self._calls.call_in(sys._getframe(1))
         own, limit = self._own(frame, call), self._limit(call)
         if len(own) >= limit:
-            self._warn(frame.f_code, len(own), limit)
-            return self._run(frame.f_code, call, limit)
-        self._exceeded = False
+            self._warn(frame.f_code, len(own), limit, f"for thread {threading.current_thread().name!r}")
+            why = f"it has reached its recompile limit of {limit}"
+            return run_once_as_it_is(frame.f_code, why, self._calls.record(call), use_cache=True)
         result = call_back(*args, **kwargs)
-        if self._exceeded and getattr(result, "apply_to_code", False):
-            self._exceeded = False
-            self._warn(frame.f_code, len(own), limit)
+        if getattr(result, "apply_to_code", False) and _runs_only_what_there_is(result):
+            self._warn(frame.f_code, *self._exceeded, "for all that ever called it")
             return replace(result, apply_to_code=False)
         return result
-
-    def _run(self, code: CodeType, call: FrameType | None, limit: int) -> Any:
-        guarded = self._calls.record(call)
-        return run_once_as_it_is(code, f"it has reached its recompile limit of {limit}", guarded, use_cache=True)
 
     def _convert(self, convert: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         """Note whose entry it is that is made. torch holds the compile lock here, and in the next two."""
@@ -152,11 +149,14 @@ class RecompileBudget(PatchPoint):
         return size
 
     def _exceeds(self, exceeds: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        from torch._dynamo import config
+
         size, compile_id = args
         number = max(0, compile_id.frame_compile_id - self._others)
-        answer = exceeds(size, SimpleNamespace(frame_compile_id=number))
-        self._exceeded = answer[0]
-        return answer
+        exceeded, setting = exceeds(size, SimpleNamespace(frame_compile_id=number))
+        if exceeded:
+            self._exceeded = number, getattr(config, setting)
+        return exceeded, setting
 
     def _entries(self, code: CodeType) -> Iterator[_Made]:
         from torch._C._dynamo import eval_frame
@@ -166,9 +166,13 @@ class RecompileBudget(PatchPoint):
                 yield made
 
     def _own(self, frame: Any, call: FrameType | None) -> list[_Made]:
-        """Return the entries that count for a frame."""
-        owner = _owner(frame, call)
-        return [made for made in self._entries(frame.f_code) if made.owner.is_same(owner)]
+        """Return the entries that count for a frame.
+
+        In a checkpointed region those of all threads do: a recomputation on another thread than the forward's must not
+        compile what that has run as it is.
+        """
+        owner, all_threads = _owner(frame, call), in_a_checkpoint()
+        return [made for made in self._entries(frame.f_code) if made.owner.counts_for(owner, all_threads=all_threads)]
 
     def _limit(self, call: FrameType | None) -> int:
         from torch._dynamo import config
@@ -176,7 +180,7 @@ class RecompileBudget(PatchPoint):
         guarded = self._calls.record(call)
         return (guarded.recompile_limit if guarded else None) or _torchs_limit(config)
 
-    def _warn(self, code: CodeType, count: int, limit: int) -> None:
+    def _warn(self, code: CodeType, count: int, limit: int, whose: str) -> None:
         if self._warned.get(id(code)) is code:
             return
         self._warned[id(code)] = code
@@ -190,7 +194,7 @@ class RecompileBudget(PatchPoint):
         )
         listed = "".join(f"\n  thread {thread!r}: {reason}" for thread, reason in reasons)
         warnings.warn(
-            f"{name} ({filename}:{line}) has {count} graphs for thread {me.name!r}, and its recompile limit is {limit}: calls "
+            f"{name} ({filename}:{line}) has {count} graphs {whose}, and the limit is {limit}: calls "
             "that fit none of them run eagerly. Let what changes be dynamic, or raise the limit (recompile_limit=). "
             f"Why it was compiled, by thread:{listed}",
             RuntimeWarning,
@@ -213,6 +217,14 @@ def _owner(frame: Any, call: FrameType | None) -> _Owner:
     # In their order: two modules can be called as (a, b) and as (b, a).
     same = tuple(dict.fromkeys(map(_Same, things)))
     return _Owner(weakref.ref(threading.current_thread()), same, tuple(sorted(devices)))
+
+
+def _runs_only_what_there_is(result: Any) -> bool:
+    """Tell whether a callback has returned that nothing more is to be compiled: the limit of all code is reached."""
+    from torch._dynamo.types import FrameAction  # type: ignore[attr-defined]
+
+    strategy = result.frame_exec_strategy
+    return strategy is not None and strategy.cur_action == FrameAction.RUN_ONLY
 
 
 def _torchs_limit(config: Any) -> int:
