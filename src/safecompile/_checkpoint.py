@@ -62,10 +62,10 @@ def checkpoint(function: Any = None, /, *args: Any, **options: Any) -> Any:
         return _decorate(options, function)
     if not callable(function):
         raise UnsupportedCallableError(f"checkpoint cannot call {type(function).__name__}: give a function or module.")
-    if torch.compiler.is_compiling() or not options.get("preserve_rng_state", True):
+    if torch.compiler.is_compiling():
         return torch_checkpoint(function, *args, use_reentrant=False, **options)
-    options["preserve_rng_state"] = False
-    return torch_checkpoint(Region(function), *args, use_reentrant=False, **options)
+    region = Region(function, random=options.pop("preserve_rng_state", True))
+    return torch_checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def _needs_arguments(function: Callable[..., Any], options: dict[str, Any]) -> bool:
