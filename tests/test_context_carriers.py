@@ -21,11 +21,12 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import safecompile
 from safecompile import UnsupportedCallableError, capture_context, checkpoint, thread_safe_compile
 from tests.helpers.regions import stock
-from tests.helpers.threads import run_threads
+from tests.helpers.threads import gather_threads, run_threads
 from tests.helpers.torch_version import RECOMPILE_LIMIT, TORCH
 
 SECONDS = 30.0
@@ -177,7 +178,7 @@ class Step:
 
     def _note_and_compile(self, compiles: list[Any], graph: torch.fx.GraphModule, inputs: Any) -> Any:
         compiles.append(configuration())
-        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
+        return make_boxed_func(graph.forward)
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -238,7 +239,7 @@ class Reenters(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if ctx.depth:
             in_a_thread_of_the_engine(ctx.work, ctx.depth - 1)
         else:
@@ -250,7 +251,7 @@ def in_a_thread_of_the_engine(work: Callable[[], object], depth: int = 70) -> No
     """Work in a thread of the engine's pool, which takes over where more than 60 backwards run in each other."""
     with torch.enable_grad():
         x = torch.ones(1, device="cpu", requires_grad=True)
-        Reenters.apply(x, depth, work).backward()  # type: ignore[no-untyped-call]
+        Reenters.apply(x, depth, work).backward()
 
 
 PLACES: dict[str, Callable[[Callable[[], object]], object]] = {
@@ -296,6 +297,51 @@ def test_control_with_torch_alone_a_backward_elsewhere_has_other_configuration(p
     assert step.compiles == [mine["config"]] != step.backward_compiles
     assert step.forwards == [mine]
     assert step.recomputations[0]["config"] != mine["config"]
+
+
+class HoldsCopying:
+    """A value that somebody else can be let in while it is copied, as it is where the configuration is hashed."""
+
+    def __init__(self) -> None:
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, memo: Any) -> HoldsCopying:
+        self.inside.set()
+        assert self.go_on.wait(SECONDS)
+        return self
+
+
+def hash_while_another_thread_sets() -> list[Any]:
+    """Hash the configuration while another thread with a copy of the same context sets a value; return the outcomes."""
+    value, inductor, context = HoldsCopying(), torch._inductor.config, contextvars.Context()
+    context.run(inductor.get_hash)
+    context.run(setattr, inductor, "post_grad_custom_post_pass", value)
+
+    def set_another() -> bytes:
+        assert value.inside.wait(SECONDS)
+        inductor.freezing = True
+        value.go_on.set()
+        inductor.post_grad_custom_post_pass = None
+        return inductor.get_hash()
+
+    copies = context.copy(), context.copy()
+    return gather_threads([lambda: copies[0].run(inductor.get_hash), lambda: copies[1].run(set_another)])
+
+
+@thread_own_config
+def test_threads_with_copies_of_one_context_may_set_and_hash_the_configuration() -> None:
+    safecompile.install()
+    first, second = hash_while_another_thread_sets()
+    with torch._inductor.config.patch(freezing=True):
+        assert second == torch._inductor.config.get_hash()
+    assert isinstance(first, bytes) and first not in {second, torch._inductor.config.get_hash()}
+
+
+@thread_own_config
+def test_control_with_torch_alone_hashing_fails_when_another_thread_sets_a_value() -> None:
+    safecompile.uninstall()
+    first, _ = hash_while_another_thread_sets()
+    assert isinstance(first, RuntimeError) and "changed size" in str(first)
 
 
 @pytest.mark.gpu
@@ -361,7 +407,7 @@ def test_a_failing_backward_compile_leaves_the_threads_configuration_alone(nothi
         raise KeyError("mine")
 
     def compiles(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
+        return make_boxed_func(graph.forward)
 
     call = thread_safe_compile(lambda x: x.sin(), backend=aot_autograd(fw_compiler=compiles, bw_compiler=fails))
     with config():
@@ -393,6 +439,9 @@ class Endpoints:
     @no_grad.wrap
     def static(a: int) -> tuple[int, bool]:
         return a, torch.is_grad_enabled()
+
+    @classmethod
+    def of_class(cls) -> None: ...
 
     async def coroutine(self) -> None: ...
 
@@ -466,7 +515,7 @@ class Awaitable:
         Awaitable(),
         Endpoints,
         staticmethod(of_module),
-        classmethod(of_module),
+        vars(Endpoints)["of_class"],
         None,
         3,
     ],

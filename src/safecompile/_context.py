@@ -29,8 +29,9 @@ def capture_context() -> ThreadContext:
 
     Captured are grad and inference mode, autocast, default device and dtype, the accelerator's current
     device and stream, the number of intra-op threads, and the Dynamo, AOTAutograd and Inductor
-    configuration. Each of these belongs to a thread (the configuration from torch 2.12 on; the default dtype
-    is the process's own) and changes results, or makes a worker compile a variant of its own.
+    configuration. Each of these belongs to a thread and changes results, or makes a worker compile a variant of its
+    own. The configuration does so from torch 2.12 on: before, it is the process's, and left alone. The default dtype is
+    the process's on every torch.
 
     Because the default dtype is the process's, entering is refused while another thread is inside a context with
     another one. What is captured holds in the worker's backwards and in the recomputation of its checkpointed regions

@@ -17,7 +17,7 @@ import safecompile
 from safecompile._core.events import Compile, current, watched
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
-from safecompile._patches.config import capture_config, under_config
+from safecompile._patches.config import apply_config, capture_config
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
 
@@ -112,8 +112,11 @@ class _Forward:
     def backward(self, work: Callable[[], Any]) -> Any:
         """Compile its backward, with its configuration, on whichever thread meets that first."""
         backward = replace(self._compile, kind="backward")
-        with under_config(self._config):
+        put_back = apply_config(self._config)
+        try:
             return watched(backward, work, reasons=lambda: ("first backward through its forward",))
+        finally:
+            put_back()
 
 
 class DirectCompiles(PatchPoint):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextvars
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils import _config_module
 
-__all__ = ["ConfigValues", "apply_config", "capture_config", "under_config"]
+from safecompile._patches.point import PatchPoint
+
+__all__ = ["ConfigCaches", "ConfigValues", "apply_config", "capture_config"]
 
 _MODULES = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 
@@ -56,16 +57,6 @@ def apply_config(values: ConfigValues) -> Callable[[], None]:
     return undo
 
 
-@contextmanager
-def under_config(values: ConfigValues) -> Iterator[None]:
-    """Set these values, and unset all others, on the calling thread for a block."""
-    undo = apply_config(values)
-    try:
-        yield
-    finally:
-        undo()
-
-
 def _look_for_variables() -> None:
     for name in _MODULES:
         module: Any = sys.modules.get(name)
@@ -78,3 +69,31 @@ def _look_for_variables() -> None:
                 _variables[variable] = module, key, entry.default if in_environment is _UNSET else in_environment
         if entries:
             _seen.add(name)
+
+
+class ConfigCaches(PatchPoint):
+    name = "config-caches"
+    protects = (
+        '"Set changed size during iteration" in a compile, while another thread of asyncio.to_thread, of anyio or of a '
+        "backward sets a value: copies of a context share the set of changed values"
+    )
+    upstream = "torch/utils/_config_module.py, _mark_get_dict_dirty"
+
+    def mismatch(self) -> str | None:
+        names = {"_get_dict_dirty_keys_var", "_get_dict_cache_var"}
+        known = names <= _config_module.ConfigModule.__annotations__.keys()
+        return None if known else f"torch's configuration has none of {sorted(names)}"
+
+    def needed(self) -> bool:
+        return hasattr(_config_module.ConfigModule, "_mark_get_dict_dirty")  # torch 2.12 and newer
+
+    def apply(self) -> None:
+        self.wrap(_config_module.ConfigModule, "_mark_get_dict_dirty", self._mark)
+
+    def _mark(self, mark: Callable[..., None], module: Any, args: Any, kwargs: Any) -> None:
+        changed, cached = module._get_dict_dirty_keys_var.get(), module._get_dict_cache_var.get()
+        if changed is not None:
+            # Both, for what is cached is right together with what has changed since.
+            module._get_dict_dirty_keys_var.set(set(changed))
+            module._get_dict_cache_var.set(dict(cached or {}))
+        mark(*args, **kwargs)
