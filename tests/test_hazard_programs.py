@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from tests.helpers.subprocess_run import IsolatedResult, run_forked
-from tests.helpers.torch_version import lacks, repaired
+from tests.helpers.torch_version import lacks, repaired, unheard_of
 
 PRELUDE = """
 import collections, contextlib, math, sys, threading
@@ -27,9 +27,15 @@ if sys.argv[1] == "library":
     import safecompile
     safecompile.install()
     compile_it = safecompile.thread_safe_compile
+    capture_context = safecompile.capture_context
 else:
     ask_for_the_device_guard()
     compile_it = torch.compile
+    class capture_context:
+        def run(self, function, *args):
+            return function(*args)
+        def apply(self):
+            pass
 
 faults = collections.Counter()
 
@@ -147,6 +153,66 @@ PROGRAMS = {
         together(*[first] * n)
         if backend.count != 1:
             fault("compiles:", backend.count)
+    """,
+    "S10: configuration set on the main thread (03)": """
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+        from tests.helpers.torch_version import RECOMPILE_LIMIT
+        def look():
+            return getattr(torch._dynamo.config, RECOMPILE_LIMIT), torch._inductor.config.freezing
+        def drive():
+            call = compile_it(lambda v: v + 1, backend="eager", fullgraph=True, dynamic=False)
+            for n in range(2, 20):
+                call(torch.ones(n))
+        with torch._dynamo.config.patch({RECOMPILE_LIMIT: 77}), torch._inductor.config.patch(freezing=True):
+            context, mine, seen = capture_context(), look(), {}
+            drive()
+            def in_thread():
+                seen["thread"] = context.run(look)
+                attempt("18 shapes", lambda: context.run(drive))
+            together(in_thread)
+            with ThreadPoolExecutor(1, initializer=context.apply) as pool:
+                seen["pool"] = pool.submit(look).result()
+            async def to_thread():
+                seen["asyncio"] = await asyncio.to_thread(context.run, look)
+            asyncio.run(to_thread())
+        for where, there in seen.items():
+            if there != mine:
+                fault(where, "sees", there)
+    """,
+    "S11: a number of intra-op threads that a worker does not have (11)": """
+        backend, before = CountingBackend(), torch.get_num_threads()
+        call = compile_it(lambda v: torch.sin(v) + 1, backend=backend)
+        used, called = threading.Event(), threading.Event()
+        def worker():
+            torch.get_num_threads()  # from here on it has its own
+            used.set()
+            assert called.wait(30)
+            contexts[0].run(call, x)
+        def main():
+            assert used.wait(30)
+            torch.set_num_threads(before + 1)
+            call(x)
+            contexts.append(capture_context())
+            called.set()
+        contexts = []
+        together(worker, main)
+        torch.set_num_threads(before)
+        if backend.count != 1:
+            fault("compiles:", backend.count)
+    """,
+    "S11: grad mode, inference mode and autocast of the main thread (12)": """
+        for enter in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)):
+            backend, linear = CountingBackend(), torch.nn.Linear(4, 4)
+            call = compile_it(lambda v: linear(v), backend=backend)
+            def kind():
+                got = call(x)
+                return got.dtype, got.requires_grad, got.is_inference()
+            with enter():
+                mine, context, there = kind(), capture_context(), []
+                together(lambda: there.append(context.run(kind)))
+            if there != [mine] or backend.count != 1:
+                fault(there, "and not", mine, "compiles:", backend.count)
     """,
     "S5: a compile beside a symbolic trace": """
         alone = str(torch.fx.symbolic_trace(Stops()).graph)
@@ -379,6 +445,7 @@ LACKING = {
 
 ABSENT = {
     "E1: warm calls of an unrelated function beside make_fx": repaired((2, 14), "one flag of FX for the process (E1)"),
+    "S10: configuration set on the main thread (03)": unheard_of((2, 12), "configuration of threads (S10)"),
 }
 
 

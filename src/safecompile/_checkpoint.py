@@ -32,8 +32,9 @@ def checkpoint(function: Any = None, /, *args: Any, **options: Any) -> Any:
     The recomputation sees its forward's random numbers. The generators belong to the process, and another thread
     may draw at any time; so among threads what random operators give in the forward is kept (the masks of dropout,
     for example) and put in again, and no generator is set back under other threads' feet. The forward draws what it
-    would draw without a checkpoint. It also runs with its forward's intra-op threads, for which compiled callables
-    inside are compiled.
+    would draw without a checkpoint. The recomputation also runs with its forward's intra-op threads, for which compiled
+    callables inside are compiled, and in a copy of its forward's context: it sees the same ``contextvars``, and from
+    torch 2.12 on the same compiler configuration.
 
     As a decorator, ``@checkpoint``, ``@checkpoint()`` or ``@checkpoint(determinism_check="none")``, it makes each call
     of the decorated function a region.
@@ -62,10 +63,10 @@ def checkpoint(function: Any = None, /, *args: Any, **options: Any) -> Any:
         return _decorate(options, function)
     if not callable(function):
         raise UnsupportedCallableError(f"checkpoint cannot call {type(function).__name__}: give a function or module.")
-    if torch.compiler.is_compiling() or not options.get("preserve_rng_state", True):
+    if torch.compiler.is_compiling():
         return torch_checkpoint(function, *args, use_reentrant=False, **options)
-    options["preserve_rng_state"] = False
-    return torch_checkpoint(Region(function), *args, use_reentrant=False, **options)
+    region = Region(function, random=options.pop("preserve_rng_state", True))
+    return torch_checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def _needs_arguments(function: Callable[..., Any], options: dict[str, Any]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
-from safecompile._core.errors import ContextConflictError
+from safecompile._core.errors import ContextConflictError, UnsupportedCallableError
 from safecompile._core.forks import lock_across_forks
 from safecompile._patches.config import apply_config, capture_config
 
@@ -27,12 +29,25 @@ def capture_context() -> ThreadContext:
 
     Captured are grad and inference mode, autocast, default device and dtype, the accelerator's current
     device and stream, the number of intra-op threads, and the Dynamo, AOTAutograd and Inductor
-    configuration. Each of these belongs to a thread (the configuration from torch 2.12 on; the default dtype
-    is the process's own) and changes results, or makes a worker compile a variant of its own.
+    configuration. Each of these belongs to a thread and changes results, or makes a worker compile a variant of its
+    own. The configuration does so from torch 2.12 on: before, it is the process's, and left alone. The default dtype is
+    the process's on every torch.
 
     Because the default dtype is the process's, entering is refused while another thread is inside a context with
-    another one. Use the result in a worker as ``with context:``, as ``context.run(function, *args)``, or as
-    ``ThreadPoolExecutor(initializer=context.apply)``.
+    another one. What is captured holds in the worker's backwards and in the recomputation of its checkpointed regions
+    as well, whichever thread runs them: a backward that is compiled when it is first used, and a region's
+    recomputation, have the configuration of their forward.
+
+    Use the result in a worker as ``with context:``, or by what starts the worker::
+
+        threading.Thread(target=context.run, args=(function, x))
+        ThreadPoolExecutor(initializer=context.apply)
+        await asyncio.to_thread(context.run, function, x)
+        await anyio.to_thread.run_sync(context.run, function, x)
+
+        @app.get("/")  # FastAPI and Starlette run plain functions in a pool of their own
+        @context.wrap
+        def endpoint(): ...
     """
     return ThreadContext()
 
@@ -114,6 +129,33 @@ class ThreadContext:
         with self:
             return function(*args, **kwargs)
 
+    def wrap(self, function: Callable[_P, _R], /) -> Callable[_P, _R]:
+        """Return a function that runs each call of ``function`` with the captured settings: a decorator.
+
+        Raises:
+            UnsupportedCallableError: ``function`` is no function, method or other plain callable, or is a coroutine or
+                generator function, whose body runs after the call has returned.
+        """
+        name = getattr(function, "__qualname__", None) or type(function).__qualname__
+        if isinstance(function, (type, staticmethod, classmethod)) or not callable(function):
+            raise UnsupportedCallableError(
+                f"wrap cannot decorate {name}: give a function, below @staticmethod and such."
+            )
+        runs = function if inspect.isroutine(function) else type(function).__call__
+        kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+        if any(is_kind(one) for is_kind in kinds for one in (function, runs)):
+            raise UnsupportedCallableError(
+                f"wrap cannot decorate {name}: the body of a coroutine or generator function runs after its call has "
+                "returned. Wrap the plain function that it calls or runs in a thread."
+            )
+
+        @functools.wraps(function)
+        def in_context(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self:
+                return function(*args, **kwargs)
+
+        return in_context
+
     def apply(self) -> None:
         """Set the captured settings on the calling thread for good: an ``initializer`` for thread pools."""
         with ExitStack() as undo:
@@ -130,8 +172,7 @@ class ThreadContext:
 
     def _set(self, undo: ExitStack) -> None:
         """Set what differs from the calling thread's settings: some settings cost time merely by being set."""
-        config = apply_config(self._config)
-        undo.callback(apply_config, config)
+        undo.callback(apply_config(self._config))
         if torch.get_num_threads() != self._threads:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(self._threads)

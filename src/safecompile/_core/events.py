@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import re
 import threading
@@ -159,7 +160,7 @@ _subscribers: _Subscribers = ()
 _changing = lock_across_forks()
 
 # Guarded by the compile lock.
-_current: Compile | None = None
+_current: tuple[Compile, contextvars.Context] | None = None
 
 
 class _Calls:
@@ -210,8 +211,8 @@ def publish(event: Any, told: _Subscribers | None = None) -> None:
                 log.exception("a subscriber to %s events has failed: %r", type(event).__name__, subscriber)
 
 
-def current() -> Compile | None:
-    """Return what is being compiled. Call with the compile lock held."""
+def current() -> tuple[Compile, contextvars.Context] | None:
+    """Return what is being compiled, and the context in which that began. Call with the compile lock held."""
     return _current
 
 
@@ -236,7 +237,7 @@ def watched(
     compile_ = replace(compile_, thread=thread, ident=threading.get_ident(), start=clock())
     if told or compile_.guarded:
         compile_ = replace(compile_, reasons=reasons())
-    before, _current = _current, compile_
+    before, _current = _current, (compile_, contextvars.copy_context())
     try:
 
         def tell(error: str | None = None) -> None:

@@ -22,6 +22,7 @@ from safecompile._patches.compile_lock import CompileLock, compile_lock
 from safecompile._patches.compile_state import AnomalyMode, CompileState
 from safecompile._patches.compiled_autograd import CompiledAutograd
 from safecompile._patches.compiled_call import CompiledCalls
+from safecompile._patches.config import ConfigCaches
 from safecompile._patches.device_guard import DeviceGuard
 from safecompile._patches.export import Exports
 from safecompile._patches.fx import FXPatches, LazyGraphModules
@@ -87,6 +88,7 @@ class Patches:
             Stance(),
             settings,
             CompiledAutograd(),
+            ConfigCaches(),
             SerialTraces(fx_trace_lock, self._mismatches),
         )
         self._guard = lock_across_forks()  # made after the points' own, which are taken under it

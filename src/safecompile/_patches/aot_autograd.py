@@ -17,6 +17,7 @@ import safecompile
 from safecompile._core.events import Compile, current, watched
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
+from safecompile._patches.config import apply_config, capture_config
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
 
@@ -28,7 +29,10 @@ _FORWARD = "safecompile_forward"
 
 class LazyBackward(PatchPoint):
     name = "lazy-backward"
-    protects = "threads whose first backwards meet compile the same backward several times (E4, E5)"
+    protects = (
+        "threads whose first backwards meet compile the same backward several times (E4, E5); a backward on another "
+        "thread than its forward's is compiled with other configuration (S10)"
+    )
     upstream = "torch/_functorch/_aot_autograd/runtime_wrappers.py; pytorch#170605"
 
     def __init__(self, lock: FXTraceLock) -> None:
@@ -67,11 +71,11 @@ class LazyBackward(PatchPoint):
             known = vars(compiler)
             if known["compiled_bw"] is not None:  # by another thread, meanwhile
                 return known["compiled_bw"]
-            return _backward(known.get(_FORWARD), lambda: compile_it(*args, **kwargs))
+            return (known.get(_FORWARD) or _Forward()).backward(lambda: compile_it(*args, **kwargs))
 
     def _note_forward(self, init: Callable[..., None], compiler: Any, args: Any, kwargs: Any) -> None:
         init(*args, **kwargs)
-        vars(compiler)[_FORWARD] = current()
+        vars(compiler)[_FORWARD] = _Forward()
 
     def _post_compile(self, post_compile: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         """Give the function that is being made a backward compiler that compiles once; torch does not look again."""
@@ -80,12 +84,12 @@ class LazyBackward(PatchPoint):
             if getattr(value, "bw_compiler", None) is None:
                 return value
             done: list[Any] = []
-            forward = current()
+            forward = _Forward()
 
             def compile_once(*args: Any, **kwargs: Any) -> Any:
                 with self._lock, self._lock.doing("compiling a backward"):
                     if not done:
-                        done.append(_backward(forward, lambda: value.bw_compiler(*args, **kwargs)))
+                        done.append(forward.backward(lambda: value.bw_compiler(*args, **kwargs)))
                     return done[0]
 
             return replace(value, bw_compiler=compile_once)
@@ -98,9 +102,21 @@ def _clear(callbacks: Any) -> None:
     callbacks.end_callbacks.clear()
 
 
-def _backward(forward: Compile | None, work: Callable[[], Any]) -> Any:
-    forward = forward or Compile("forward", "a graph", "<unknown>", 0)
-    return watched(replace(forward, kind="backward"), work, reasons=lambda: ("first backward through its forward",))
+class _Forward:
+    """What the calling thread compiles, and the configuration that it had when that began."""
+
+    def __init__(self) -> None:
+        self._compile, began = current() or (Compile("forward", "a graph", "<unknown>", 0), None)
+        self._config = capture_config(began)
+
+    def backward(self, work: Callable[[], Any]) -> Any:
+        """Compile its backward, with its configuration, on whichever thread meets that first."""
+        backward = replace(self._compile, kind="backward")
+        put_back = apply_config(self._config)
+        try:
+            return watched(backward, work, reasons=lambda: ("first backward through its forward",))
+        finally:
+            put_back()
 
 
 class DirectCompiles(PatchPoint):

@@ -8,6 +8,7 @@ others are left alone, after a look at whether the generators are as they were.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import gc
 import inspect
@@ -41,25 +42,37 @@ _Again = Callable[[], AbstractContextManager[Any]]
 class Region:
     """The function of one checkpoint: called in the forward, then in each recomputation."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, random: bool = True) -> None:
+        """``random``: the recomputation sees its forward's random numbers."""
         self._function = function
+        self._random = random
         self._again: _Again | None = None
+        self._context = contextvars.Context()
         self._intra_op_threads = 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._again is None:
+            # From torch 2.12 on it holds the compiler's configuration, which threads of the engine would not have.
+            self._context = contextvars.copy_context()
             self._intra_op_threads = torch.get_num_threads()
+            if not self._random:
+                result, self._again = self._function(*args, **kwargs), nullcontext
+                return result
             with Others() as others:
                 result, self._again = self._forward(others, args, kwargs)
             return result
+        # A copy: threads may recompute at the same time, and one inside another's recomputation.
+        return self._context.copy().run(self._recompute, self._again, args, kwargs)
+
+    def _recompute(self, again: _Again, args: Any, kwargs: Any) -> Any:
         mine = torch.get_num_threads()
         if mine == self._intra_op_threads:
-            with self._again():
+            with again():
                 return self._function(*args, **kwargs)
         # Dynamo guards on it: a backward on another thread would run another variant than the forward.
         torch.set_num_threads(self._intra_op_threads)
         try:
-            with self._again():
+            with again():
                 return self._function(*args, **kwargs)
         finally:
             torch.set_num_threads(mine)
@@ -216,7 +229,10 @@ def _stands_for(thing: Any, depth: int = 3) -> Any:
 
 class TorchCheckpoint(PatchPoint):
     name = "torch-checkpoint"
-    protects = "checkpointed regions recompute with other random numbers than their forward, in silence (S1)"
+    protects = (
+        "checkpointed regions recompute with other random numbers than their forward, in silence (S1), and on other "
+        "threads with other configuration (S10)"
+    )
     upstream = "torch/utils/checkpoint.py, checkpoint"
     old_code_may_run = True
 
@@ -241,7 +257,7 @@ def _checkpoint(original: Callable[..., Any], /, *args: Any, **options: Any) -> 
     if not args and "function" not in options:
         return original(**options)  # refuses
     function, *args = args or (options.pop("function"),)  # type: ignore[assignment]
-    plain = isinstance(function, Region) or not callable(function) or torch.compiler.is_compiling()
-    if plain or not options.get("preserve_rng_state", True):
+    if isinstance(function, Region) or not callable(function) or torch.compiler.is_compiling():
         return original(function, *args, **options)
-    return original(Region(function), *args, **{**options, "preserve_rng_state": False})
+    region = Region(function, random=options.get("preserve_rng_state", True))
+    return original(region, *args, **{**options, "preserve_rng_state": False})
