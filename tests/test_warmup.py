@@ -465,14 +465,16 @@ def test_the_report_counts_nothing_that_other_threads_compile_for_others() -> No
     assert (report.graphs, report.threads[0].compile_seconds) == (1, mine)
 
 
-class InAThreadOfAutograd(torch.autograd.Function):
-    """Run the backward of a function in a thread that Python has not started, as autograd does on accelerators."""
+class InAnotherThread(torch.autograd.Function):
+    """Run the backward of a function, and of graphs that are there already, in another thread."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], others: list[Any]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, start: Callable[[Any], object], f: Callable[[Tensor], Tensor], graphs: Any
+    ) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            ctx.graphs = [(x, function(x)), *others]
+            ctx.graphs, ctx.start = [(x, f(x)), *graphs], start
         return ctx.graphs[0][1].detach()
 
     @staticmethod
@@ -487,12 +489,22 @@ class InAThreadOfAutograd(torch.autograd.Function):
             finally:
                 done.set()
 
-        _thread.start_new_thread(run, ())
+        ctx.start(run)
         assert done.wait(60)
-        return found[0], None, None
+        return found[0], None, None, None
 
 
-def test_the_report_has_the_backwards_that_autograd_compiles_in_its_own_threads() -> None:
+def start_as_autograd_does(work: Any) -> None:
+    """Start a thread that Python does not know, as those that autograd has for accelerators."""
+    _thread.start_new_thread(work, ())
+
+
+def start_as_users_do(work: Any) -> None:
+    threading.Thread(target=work).start()
+
+
+@pytest.mark.parametrize(("start", "counted"), [(start_as_autograd_does, 2), (start_as_users_do, 1)])
+def test_the_report_has_the_backwards_that_autograd_compiles_in_its_own_threads(start: Any, counted: int) -> None:
     f = thread_safe_compile(sin_exp, backend="aot_eager")
     g = thread_safe_compile(lambda x: x.cos(), backend="aot_eager")
 
@@ -500,12 +512,12 @@ def test_the_report_has_the_backwards_that_autograd_compiles_in_its_own_threads(
         x = ones()
         return x, g(x)
 
-    others = run_threads([of_another_thread])
+    graphs = run_threads([of_another_thread])
     with max_compiles(9) as limit:
-        report = warmup(lambda x: InAThreadOfAutograd.apply(x, f, others), (ones(),), backward=True)
+        report = warmup(lambda x: InAnotherThread.apply(x, start, f, graphs), (ones(),), backward=True)
     kinds = [(one.kind, one.function) for one in limit.compiles]
     assert kinds == [("forward", "sin_exp"), ("backward", "sin_exp"), ("backward", limit.compiles[2].function)]
-    mine = sum(one.seconds for one in limit.compiles[:2])
+    mine = sum(one.seconds for one in limit.compiles[:counted])
     assert (report.graphs, report.threads[0].compile_seconds) == (1, mine)
 
 
