@@ -1,7 +1,10 @@
-"""`warmup`: afterwards the same call compiles nothing."""
+"""`warmup` in the calling thread: afterwards the same calls compile nothing. In a pool: see test_warmup_in_executors."""
 
 from __future__ import annotations
 
+import _thread
+import logging
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
@@ -11,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from safecompile import UnsupportedCallableError, statistics, thread_safe_compile, warmup
+from safecompile import UnsupportedCallableError, fx_trace_lock, statistics, thread_safe_compile, warmup
+from safecompile._core.guarded import Guarded
+from safecompile.testing import max_compiles, no_compiles
 from tests.helpers.backends import AotCountingBackend, CountingBackend
-from tests.helpers.threads import run_threads, switch_interval
+from tests.helpers.threads import run_threads, switch_interval, wait_until
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 class Pair(NamedTuple):
@@ -183,6 +188,232 @@ def test_another_warm_up_finds_nothing_to_do() -> None:
     assert warmup(f, (ones(),), backward=True).graphs == 0
 
 
+# ---------------------------------------------------------------------------------------------------------- sets, modes
+
+
+def test_each_of_several_sets_of_inputs_is_called() -> None:
+    f = thread_safe_compile(sin_exp, backend="eager", dynamic=False)
+    report = warmup(f, [(torch.ones(3),), (torch.ones(3).double(),), (torch.ones(2, 5),)])
+    assert report.graphs == 3
+    with no_compiles():
+        for x in (torch.ones(3), torch.ones(3).double(), torch.ones(2, 5)):
+            f(x)
+
+
+def test_afterwards_sizes_that_torch_makes_dynamic_compile_nothing() -> None:
+    f = thread_safe_compile(sin_exp, backend="eager")
+    warmup(f, [(torch.ones(size),) for size in (3, 4, 5)])
+    with no_compiles():
+        for size in (5, 3, 4):
+            f(torch.ones(size))
+
+
+def test_each_set_may_have_keyword_arguments_of_its_own() -> None:
+    calls: list[Any] = []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        calls.append((args, kwargs))
+
+    warmup(record, [(1,), (2,)], kwargs=[{"a": 3}, {}])
+    warmup(record, [(1,), (2,)], kwargs={"b": 4})
+    warmup(record, (1,), kwargs=[{"c": 5}])
+    expected = [((1,), {"a": 3}), ((2,), {}), ((1,), {"b": 4}), ((2,), {"b": 4}), ((1,), {"c": 5})]
+    assert calls == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ([], [()]),
+        ((), [()]),
+        ([1, (2,)], [(1, (2,))]),
+        (((1,), (2,)), [((1,), (2,))]),
+        ([Pair(torch.ones(1), 2)], [(Pair,)]),
+        ([torch.Size([1, 2])], [((1, 2),)]),
+        ([(1,), ()], [(1,), ()]),
+    ],
+    ids=[
+        "no input",
+        "no input in a tuple",
+        "a tuple among others",
+        "tuples in a tuple",
+        "named tuple",
+        "size",
+        "two sets",
+    ],
+)
+def test_what_is_one_set_of_inputs_and_what_are_several(inputs: Any, expected: list[Any]) -> None:
+    calls: list[Any] = []
+    warmup(lambda *args: calls.append(args), inputs)
+    assert [tuple(Pair if isinstance(one, Pair) else one for one in call) for call in calls] == expected
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    ("grad", "expected"), [(None, None), (True, [True]), (False, [False]), ("both", [False, True])]
+)
+def test_calls_are_made_in_the_grad_modes_that_are_asked_for(grad: Any, own: bool, expected: Any) -> None:
+    modes: list[bool] = []
+    with torch.set_grad_enabled(own):
+        warmup(lambda: modes.append(torch.is_grad_enabled()), (), grad=grad)
+        assert torch.is_grad_enabled() == own
+    assert modes == (expected or [own])
+
+
+def test_the_backward_is_run_of_the_calls_with_grad() -> None:
+    backend = AotCountingBackend()
+    f = thread_safe_compile(sin_exp, backend=backend)
+    assert warmup(f, (ones(),), backward=True, grad="both").graphs == 2
+    assert (backend.forward.count, backend.backward.count) == (2, 1)
+    with no_compiles():
+        f(ones()).sum().backward()
+        with torch.no_grad():
+            f(ones())
+
+
+def test_control_one_grad_mode_leaves_the_other_to_compile() -> None:
+    f = thread_safe_compile(sin_exp, backend="aot_eager")
+    warmup(f, (ones(),), backward=True)
+    with max_compiles(1) as limit, torch.no_grad():
+        f(ones())
+    assert [one.reasons for one in limit.compiles] == [("grad mode changed",)]
+
+
+# ---------------------------------------------------------------------------------------------------------- devices
+
+
+def test_the_tensors_are_copied_to_each_device() -> None:
+    x, y, calls = torch.ones(2, 3).t().requires_grad_(), ones(2), list[Any]()
+    h = y.exp()
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        calls.append((args, kwargs))
+
+    warmup(record, (x, {"list": [h, 7]}, x), kwargs={"z": torch.ones(1)}, devices=["cpu", "meta"])
+    assert [args[0].device.type for args, _ in calls] == ["cpu", "meta"]
+    for args, kwargs in calls:
+        first, nested, third = args
+        assert first is third and first is not x and first.stride() == x.stride() == (1, 3)
+        assert {one.device for one in (nested["list"][0], kwargs["z"])} == {first.device}
+        assert [one.requires_grad for one in (first, nested["list"][0], kwargs["z"])] == [True, True, False]
+        assert nested["list"][0].is_leaf and nested["list"][1] == 7
+
+
+def test_what_a_call_changes_in_a_copy_stays_there() -> None:
+    x = torch.ones(3)
+    warmup(lambda x: x.add_(1), (x,), devices=["cpu"])
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_afterwards_calls_on_each_device_compile_nothing() -> None:
+    f = thread_safe_compile(sin_exp, backend="aot_eager")
+    assert warmup(f, (ones(),), backward=True, devices=["cpu", torch.device("meta")]).graphs == 2
+    with no_compiles():
+        for device in ("meta", "cpu"):
+            f(torch.ones(4, device=device, requires_grad=True)).sum().backward()
+
+
+def test_each_device_may_have_a_replica() -> None:
+    calls: list[Any] = []
+    replicas = {device: lambda x, device=device: calls.append((device, x.device.type)) for device in ("cpu:0", "meta")}
+    warmup(replicas, (torch.ones(1),), devices=["meta", "cpu"])
+    assert calls == [("meta", "meta"), ("cpu:0", "cpu")]
+
+
+def test_the_device_is_the_current_one_in_its_calls_also_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int | None] = [5]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: current.__setitem__(0, index))
+    seen: list[Any] = []
+
+    def record(x: Tensor) -> None:
+        seen.append((x.device.type, current[0]))
+
+    warmup(record, (torch.ones(1),), devices=["meta", "cpu"])
+    assert (seen, current) == ([("meta", None), ("cpu", 5)], [5])  # that device has no index
+    with pytest.raises(ZeroDivisionError):
+        warmup(lambda x: 1 // 0, (torch.ones(1),), devices=["meta"])
+    assert current == [5]
+
+
+# ---------------------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_is_told_after_each_call() -> None:
+    told: list[Any] = []
+    warmup(
+        lambda x: told.append("call"),
+        [(torch.ones(1),), (torch.ones(2),)],
+        grad="both",
+        devices=["cpu", "meta"],
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [one for number in range(1, 9) for one in ("call", (number, 8))]
+
+
+def test_an_error_of_progress_ends_the_warm_up() -> None:
+    calls: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        warmup(calls.append, [(1,), (2,)], progress=progress)
+    assert calls == [1]
+
+
+def test_a_long_warm_up_says_in_the_log_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "safecompile")
+    warmup(int, [(1,), (2,)])
+    assert not caplog.records
+    monkeypatch.setattr("safecompile._warmup.LOG_EVERY", 0.0)
+    warmup(int, [(1,), (2,)])
+    assert [one.getMessage() for one in caplog.records] == [f"warm-up: {n} of 2 calls are made" for n in (1, 2)]
+
+
+# ---------------------------------------------------------------------------------------------------------- waiting
+
+
+@pytest.mark.parametrize("when_compiling", ["eager", "error"])
+def test_a_warm_up_waits_whatever_else_calls_do_while_another_thread_compiles(when_compiling: Any) -> None:
+    other = CountingBackend(gated=True)
+    slow = thread_safe_compile(lambda x: x.cos(), backend=other)
+    backend = CountingBackend()
+    f = thread_safe_compile(sin_exp, backend=backend, when_compiling=when_compiling)
+
+    def warm() -> Any:
+        assert other.entered.wait(30)
+        return warmup(f, (torch.ones(4),))
+
+    def release() -> None:
+        assert other.entered.wait(30)
+        wait_until(lambda: fx_trace_lock.statistics().waiters)
+        other.release.set()
+
+    _, report, _ = run_threads([lambda: slow(torch.ones(4)), warm, release])
+    assert (report.graphs, backend.count) == (1, 1)
+    assert report.threads[0].waited_seconds > 0
+
+
+def test_only_the_thread_that_warms_up_waits_whatever_is_asked_for() -> None:
+    guarded = Guarded("f", "model.py", 1, when_compiling="eager")
+    seen: list[str] = []
+
+    def fn() -> None:
+        warmup(lambda: None, ())
+        seen.append(guarded.when_compiling)
+        seen.extend(run_threads([lambda: guarded.when_compiling]))
+
+    warmup(fn, ())
+    with pytest.raises(ZeroDivisionError):
+        warmup(lambda: 1 // 0, ())
+    assert [*seen, guarded.when_compiling] == ["wait", "eager", "eager"]
+
+
 # ---------------------------------------------------------------------------------------------------------- report
 
 
@@ -210,6 +441,96 @@ def test_the_report_counts_the_calling_thread_only() -> None:
     assert backend.count == 1
 
 
+def test_the_report_has_the_time_of_forward_and_backward_compiles() -> None:
+    f = thread_safe_compile(sin_exp, backend="aot_eager")
+    with max_compiles(2) as limit:
+        report = warmup(f, (ones(),), backward=True)
+    assert [one.kind for one in limit.compiles] == ["forward", "backward"]
+    (mine,) = report.threads
+    assert mine.compile_seconds == sum(one.seconds for one in limit.compiles) > 0
+    assert (mine.thread, mine.graphs, mine.variants) == (threading.current_thread().name, 1, ())
+
+
+def test_the_report_counts_nothing_that_other_threads_compile_for_others() -> None:
+    f, g = (thread_safe_compile(function, backend="aot_eager") for function in (sin_exp, lambda x: x.cos()))
+
+    def step(x: Tensor) -> Tensor:
+        run_threads([lambda: g(ones()).sum().backward()])
+        return f(x)
+
+    with max_compiles(4) as limit:
+        report = warmup(step, (ones(),), backward=True)
+    assert len(limit.compiles) == 4
+    mine = sum(one.seconds for one in limit.compiles if one.function == "sin_exp")
+    assert (report.graphs, report.threads[0].compile_seconds) == (1, mine)
+
+
+class InAnotherThread(torch.autograd.Function):
+    """Run the backward of a function, and of graphs that are there already, in another thread."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, start: Callable[[Any], object], f: Callable[[Tensor], Tensor], graphs: Any
+    ) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.graphs, ctx.start = [(x, f(x)), *graphs], start
+        return ctx.graphs[0][1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found: list[Tensor] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                for x, y in ctx.graphs:
+                    found.append(torch.autograd.grad(y.sum(), x)[0])
+            finally:
+                done.set()
+
+        ctx.start(run)
+        assert done.wait(60)
+        return found[0], None, None, None
+
+
+def start_as_autograd_does(work: Any) -> None:
+    """Start a thread that Python does not know, as those that autograd has for accelerators."""
+    _thread.start_new_thread(work, ())
+
+
+def start_as_users_do(work: Any) -> None:
+    threading.Thread(target=work).start()
+
+
+@pytest.mark.parametrize(("start", "counted"), [(start_as_autograd_does, 2), (start_as_users_do, 1)])
+def test_the_report_has_the_backwards_that_autograd_compiles_in_its_own_threads(start: Any, counted: int) -> None:
+    f = thread_safe_compile(sin_exp, backend="aot_eager")
+    g = thread_safe_compile(lambda x: x.cos(), backend="aot_eager")
+
+    def of_another_thread() -> tuple[Tensor, Tensor]:
+        x = ones()
+        return x, g(x)
+
+    graphs = run_threads([of_another_thread])
+    with max_compiles(9) as limit:
+        report = warmup(lambda x: InAnotherThread.apply(x, start, f, graphs), (ones(),), backward=True)
+    kinds = [(one.kind, one.function) for one in limit.compiles]
+    assert kinds == [("forward", "sin_exp"), ("backward", "sin_exp"), ("backward", limit.compiles[2].function)]
+    mine = sum(one.seconds for one in limit.compiles[:counted])
+    assert (report.graphs, report.threads[0].compile_seconds) == (1, mine)
+
+
+def test_the_report_can_be_read_and_pickled() -> None:
+    f = thread_safe_compile(sin_exp, backend="eager")
+    report = warmup(f, (ones(),))
+    first, second = str(report).splitlines()
+    assert first.startswith("warm-up: 1 graph compiled in ")
+    assert second.startswith(f"  {threading.current_thread().name}: 1 graph compiled in ")
+    assert "nothing compiled" in str(warmup(f, (ones(),)))
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -225,6 +546,40 @@ def test_inputs_that_are_no_tuple_or_list_are_refused_before_any_work(inputs: An
     with pytest.raises(TypeError, match="as a tuple or list, not") as caught:
         warmup(lambda *args: called.append(args), inputs)
     assert "(x,)" in str(caught.value)
+    assert not called
+
+
+def mappings(*devices: str) -> dict[Any, Any]:
+    return dict.fromkeys(devices, lambda x: None)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "options"),
+    [
+        (TypeError, "keyword arguments as a mapping, or as a list", {"kwargs": 3}),
+        (TypeError, "keyword arguments as a mapping, or as a list", {"kwargs": [{}, None]}),
+        (ValueError, "keyword arguments for 1 sets of inputs, and there are 2", {"kwargs": [{}]}),
+        (ValueError, "grad=None, True, False or \"both\", not 'all'", {"grad": "all"}),
+        (ValueError, "not 1", {"grad": 1}),
+        (ValueError, "leave one of them out", {"grad": False, "backward": True}),
+        (TypeError, "devices as a list of one or more, not 'cpu'", {"devices": "cpu"}),
+        (TypeError, "devices as a list of one or more, not \\[\\]", {"devices": []}),
+        (ValueError, "cannot use the device 'no such'", {"devices": ["cpu", "no such"]}),
+        (ValueError, "cannot use the device 'cuda:99'", {"devices": ["cuda:99"]}),
+        (ValueError, "a device more than once: cpu, cpu", {"devices": ["cpu", torch.device("cpu:0")]}),
+        (ValueError, "for the devices cpu, not for cpu, meta", {"fn": mappings("cpu"), "devices": ["cpu", "meta"]}),
+        (ValueError, "for the devices cpu, meta, not for", {"fn": mappings("cpu", "meta"), "devices": ["cpu"]}),
+        (ValueError, "for the devices cpu, cpu:0, not for", {"fn": mappings("cpu", "cpu:0"), "devices": ["cpu"]}),
+        (ValueError, "cannot use the device 3.5", {"fn": {3.5: print}, "devices": ["cpu"]}),
+        (UnsupportedCallableError, "cannot call NoneType", {"fn": {"cpu": None}, "devices": ["cpu"]}),
+        (UnsupportedCallableError, "cannot call dict.*devices for a mapping", {"fn": mappings("cpu")}),
+        (TypeError, "takes a ThreadPoolExecutor, not list", {"executor": []}),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(error: type[Exception], text: str, options: dict[str, Any]) -> None:
+    called: list[Any] = []
+    with pytest.raises(error, match=text):
+        warmup(options.pop("fn", called.append), [(torch.ones(1),), (torch.ones(2),)], **options)
     assert not called
 
 

@@ -17,6 +17,7 @@ from safecompile._core.errors import (
     SafeCompileError,
     UnsupportedCallableError,
     WaitCycleError,
+    WarmupTimeoutError,
 )
 from safecompile._installation import install, reset, statistics, uninstall
 from safecompile._patches import fx_trace_lock
@@ -33,6 +34,7 @@ __all__ = [
     "SafeCompileError",
     "UnsupportedCallableError",
     "WaitCycleError",
+    "WarmupTimeoutError",
     "capture_context",
     "checkpoint",
     "checkpoint_sequential",

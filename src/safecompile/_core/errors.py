@@ -13,6 +13,7 @@ __all__ = [
     "SafeCompileError",
     "UnsupportedCallableError",
     "WaitCycleError",
+    "WarmupTimeoutError",
 ]
 
 
@@ -62,3 +63,7 @@ class CheckpointRandomnessError(SafeCompileError, RuntimeError):
 
 class ContextConflictError(SafeCompileError, RuntimeError):
     """Two threads need different values of a setting that belongs to the whole process."""
+
+
+class WarmupTimeoutError(SafeCompileError, TimeoutError):
+    """The workers of an executor that is to be warmed up were too busy to meet."""

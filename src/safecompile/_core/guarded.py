@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Literal
 
 from safecompile._core.forks import lock_across_forks
 
-__all__ = ["WHEN_COMPILING", "CallableStatistics", "Guarded", "WhenCompiling", "statistics_of_all"]
+__all__ = ["WHEN_COMPILING", "CallableStatistics", "Guarded", "WhenCompiling", "statistics_of_all", "warming"]
 
 WhenCompiling = Literal["wait", "eager", "error"]
 WHEN_COMPILING = ("wait", "eager", "error")
@@ -39,6 +40,14 @@ class CallableStatistics:
     """Why it was compiled, as :class:`safecompile.observe.Compile` says it, and how often for that reason."""
 
 
+class _Warming(threading.local):
+    up = False
+
+
+warming = _Warming()
+"""Whether the calling thread is inside a warm-up."""
+
+
 class Guarded:
     """One callable that ``thread_safe_compile`` has returned."""
 
@@ -52,7 +61,7 @@ class Guarded:
         recompile_limit: int | None = None,
     ) -> None:
         self.name, self.filename, self.line = name, filename, line
-        self.when_compiling = when_compiling
+        self._when_compiling = when_compiling
         self.recompile_limit = recompile_limit
         self._count = itertools.count()
         # Called by each call: the one thing that a warm call writes. It is C code, so that no count is lost.
@@ -66,6 +75,11 @@ class Guarded:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()  # an event can be pickled; what is counted stays with its process
+
+    @property
+    def when_compiling(self) -> WhenCompiling:
+        """What a call of the calling thread does. In a warm-up it waits: what ran eagerly would not be warm."""
+        return "wait" if warming.up else self._when_compiling
 
     def compiled(self, seconds: float, reason: str | None) -> None:
         """Count a compile; ``reason`` is ``None`` if it failed."""

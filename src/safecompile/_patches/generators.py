@@ -10,12 +10,24 @@ import torch
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree is newer than torch 2.6
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["States", "default_generator", "default_generators", "tensors_in"]
+__all__ = ["States", "default_generator", "default_generators", "moved", "tensors_in"]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """Return nested containers with detached copies, on ``device``, of the tensors in them."""
+    copies: dict[torch.Tensor, torch.Tensor] = {}  # one for each: compiled code is made for arguments that are the same
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in copies:
+            copies[tensor] = tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+        return copies[tensor]
+
+    return pytree.tree_map_only(torch.Tensor, copy, tree)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
