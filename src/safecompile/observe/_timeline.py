@@ -32,8 +32,8 @@ def timeline(path: str | os.PathLike[str], *, max_events: int = 200_000) -> Iter
 
     - each compile, with its function, kind and reasons;
     - each wait for the FX-trace lock, with the thread that had it and what for;
-    - each call of a guarded callable, as *cold* (there was a compile or a wait in it), *eager* (none, but a part of it
-      ran as it is) or *warm*;
+    - each call of a guarded callable, as *eager* (it ran as it is, or a part of it did), *cold* (else, when it compiled
+      or waited) or *warm*;
     - eager runs and reached recompile limits, as moments.
 
     What began before the block, or has not ended with it, is not in the file, except for waits, which are shown from
@@ -126,10 +126,10 @@ class _Recorder:
         thread = self._threads.setdefault(thread, thread)
         if type(event) is Call:
             category = "warm"
-            if self._cold.get(event.ident, -1.0) >= event.start:
-                category = "cold"
-            elif self._eager.get(event.ident, -1.0) >= event.start:
+            if self._eager.get(event.ident, -1.0) >= event.start:
                 category = "eager"
+            elif self._cold.get(event.ident, -1.0) >= event.start:
+                category = "cold"
             self._keep((thread, event.start, event.start + event.seconds, event.function, category, None))
             return
         category, name, details = _described(event)
