@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,7 @@ class LazyBackward(PatchPoint):
 
     def _note_forward(self, init: Callable[..., None], compiler: Any, args: Any, kwargs: Any) -> None:
         init(*args, **kwargs)
-        vars(compiler)[_FORWARD] = current()
+        vars(compiler)[_FORWARD] = _Forward(current())
 
     def _post_compile(self, post_compile: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         """Give the function that is being made a backward compiler that compiles once; torch does not look again."""
@@ -80,7 +81,7 @@ class LazyBackward(PatchPoint):
             if getattr(value, "bw_compiler", None) is None:
                 return value
             done: list[Any] = []
-            forward = current()
+            forward = _Forward(current())
 
             def compile_once(*args: Any, **kwargs: Any) -> Any:
                 with self._lock, self._lock.doing("compiling a backward"):
@@ -98,9 +99,21 @@ def _clear(callbacks: Any) -> None:
     callbacks.end_callbacks.clear()
 
 
-def _backward(forward: Compile | None, work: Callable[[], Any]) -> Any:
-    forward = forward or Compile("forward", "a graph", "<unknown>", 0)
-    return watched(replace(forward, kind="backward"), work, reasons=lambda: ("first backward through its forward",))
+class _Forward:
+    """What is being compiled, kept for its backward; not so the callable, for torch may keep a backward for ever."""
+
+    def __init__(self, compile_: Compile | None) -> None:
+        compile_ = compile_ or Compile("forward", "a graph", "<unknown>", 0)
+        self._guarded = compile_.guarded and weakref.ref(compile_.guarded)
+        self._backward = replace(compile_, kind="backward", guarded=None)
+
+    def backward(self) -> Compile:
+        return replace(self._backward, guarded=self._guarded and self._guarded())
+
+
+def _backward(forward: _Forward | None, work: Callable[[], Any]) -> Any:
+    backward = (forward or _Forward(None)).backward()
+    return watched(backward, work, reasons=lambda: ("first backward through its forward",))
 
 
 class DirectCompiles(PatchPoint):
