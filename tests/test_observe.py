@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from safecompile import fx_trace_lock, observe, thread_safe_compile
 from safecompile._core import events
 from safecompile.observe import Call, Compile, EagerRun, RecompileLimit, Wait
 from tests.helpers.backends import AotCountingBackend, CountingBackend
-from tests.helpers.subprocess_run import run_forked, run_isolated
+from tests.helpers.subprocess_run import ROOT, run_forked, run_isolated
 from tests.helpers.threads import run_threads, wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -387,3 +388,31 @@ def test_a_backward_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None
         "forward of polynomial",
         "backward of polynomial",
     ]
+
+
+def test_the_exporter_of_the_docs_exports() -> None:
+    pytest.importorskip("prometheus_client")
+    page = (ROOT / "docs" / "observe.md").read_text()
+    (program,) = re.findall(r"<!-- tested: prometheus -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert "start_http_server(8000)" in program
+    run_forked(
+        program.replace("start_http_server(8000)", "server, _ = start_http_server(0)")
+        + """
+import urllib.request
+import torch
+from safecompile._core import events
+from tests.test_observe import eager_run, guarded, herd, CountingBackend
+
+herd(CountingBackend(gated=True))
+eager_run()
+events.publish(observe.RecompileLimit("f", "f.py", 1, "one", 1, 0.0, 2, 2, ()))
+text = urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=30).read().decode()
+for line in (
+    'compile_seconds_count{function="polynomial",kind="forward"} 1.0',
+    "compile_wait_seconds_count 3.0",
+    'compile_eager_runs_total{function="f"} 1.0',
+    'compile_recompile_limits_total{function="f"} 1.0',
+):
+    assert line in text.splitlines(), (line, text)
+"""
+    ).check()
