@@ -16,6 +16,7 @@ import torch
 
 import safecompile
 from safecompile._core.events import Compile, current, watched
+from safecompile._core.guarded import Guarded
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
 from safecompile._patches.point import PatchPoint
@@ -104,11 +105,12 @@ class _Forward:
 
     def __init__(self, compile_: Compile | None) -> None:
         compile_ = compile_ or Compile("forward", "a graph", "<unknown>", 0)
-        self._guarded = compile_.guarded and weakref.ref(compile_.guarded)
+        guarded = compile_.guarded
+        self._guarded: Callable[[], Guarded | None] = weakref.ref(guarded) if guarded else lambda: None
         self._backward = replace(compile_, kind="backward", guarded=None)
 
     def backward(self) -> Compile:
-        return replace(self._backward, guarded=self._guarded and self._guarded())
+        return replace(self._backward, guarded=self._guarded())
 
 
 def _backward(forward: _Forward | None, work: Callable[[], Any]) -> Any:
