@@ -493,9 +493,7 @@ def test_the_error_pickles_with_its_compiles() -> None:
     assert issubclass(CompileLimitError, safecompile.SafeCompileError)
 
 
-def test_reasons_are_worked_out_for_subscribers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from safecompile._core import events
-
+def test_reasons_are_worked_out_for_subscribers_and_guarded_callables_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def ask(*call: object) -> tuple[str, ...]:
@@ -509,6 +507,8 @@ def test_reasons_are_worked_out_for_subscribers_only(monkeypatch: pytest.MonkeyP
     assert len(asked) == 1
     f(ones(4))
     assert len(asked) == 1
+    thread_safe_compile(polynomial, backend="eager", dynamic=False)(ones(5))
+    assert len(asked) == 2
 
 
 def test_a_guard_that_cannot_be_asked_leaves_no_more_than_that_another_graph_is_needed(

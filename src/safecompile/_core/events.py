@@ -31,6 +31,7 @@ __all__ = [
     "subscribe",
     "unsubscribe",
     "watched",
+    "write_log",
 ]
 
 log = logging.getLogger("safecompile")
@@ -153,6 +154,11 @@ def _unexplained(entries: list[Any], frame: Any) -> tuple[str, ...]:
 explain: Callable[[list[Any], Any], tuple[str, ...]] = _unexplained
 """Tells why a frame is compiled, from the entries of Dynamo's cache that do not fit it. Set by ``observe``."""
 
+write_log: Callable[[Any], None] = log.debug
+"""Writes an event into the log. Set by ``observe``."""
+
+_LOGGED = (Compile, EagerRun, RecompileLimit, Wait)
+
 _Subscribers = tuple[tuple[Callable[[Any], None], tuple[type, ...]], ...]
 
 # Replaced, never changed, so that it is read without a lock.
@@ -166,6 +172,7 @@ _current: tuple[Compile, contextvars.Context] | None = None
 class _Calls:
     """What a call of a guarded callable looks at to learn whether somebody wants to be told of it."""
 
+    counted = True
     wanted = False
     clock = staticmethod(clock)
 
@@ -202,7 +209,10 @@ def _set(subscribers: _Subscribers) -> None:
 
 def publish(event: Any, told: _Subscribers | None = None) -> None:
     """Tell an event to those who want it, of ``told`` or of all."""
-    for subscriber, kinds in _subscribers if told is None else told:
+    told = _subscribers if told is None else told
+    if log.isEnabledFor(logging.INFO):
+        told = (*told, (write_log, _LOGGED))
+    for subscriber, kinds in told:
         if type(event) in kinds:
             try:
                 subscriber(event)
@@ -235,7 +245,7 @@ def watched(
     told = tuple(one for one in _subscribers if Compile in one[1])
     thread = threading.current_thread().name
     compile_ = replace(compile_, thread=thread, ident=threading.get_ident(), start=clock())
-    if told or compile_.guarded:
+    if told or compile_.guarded or log.isEnabledFor(logging.INFO):
         compile_ = replace(compile_, reasons=reasons())
     before, _current = _current, (compile_, contextvars.copy_context())
     try:

@@ -63,9 +63,8 @@ class Guarded:
         self.name, self.filename, self.line = name, filename, line
         self._when_compiling = when_compiling
         self.recompile_limit = recompile_limit
-        self._count = itertools.count()
-        # Called by each call: the one thing that a warm call writes. It is C code, so that no count is lost.
-        self.called = self._count.__next__
+        # What each call takes the next of: the one thing that a warm call writes. It is C code, so that no count is lost.
+        self.calls = itertools.count()
         # The rest is guarded by _guard; no warm call writes it.
         self._compiles = self._waits = self._eager_runs = 0
         self._compile_seconds = self._waited_seconds = 0.0
@@ -108,7 +107,7 @@ class Guarded:
                 name=self.name,
                 filename=self.filename,
                 line=self.line,
-                calls=int(repr(self._count)[len("count(") : -1]),  # nothing else tells it without counting
+                calls=int(repr(self.calls)[len("count(") : -1]),  # nothing else tells it without counting
                 compiles=self._compiles,
                 compile_seconds=self._compile_seconds,
                 waits=self._waits,

@@ -74,6 +74,8 @@ class _Hold:
     since: float
     doing: str
     depth: int = 1
+    did: str | None = None
+    """The first thing with a name that it did."""
 
 
 class FXTraceLock:
@@ -214,6 +216,7 @@ class FXTraceLock:
             yield
             return
         before, hold.doing = hold.doing, what
+        hold.did = hold.did or what
         try:
             yield
         finally:
@@ -268,7 +271,7 @@ class FXTraceLock:
             self._waiting.pop(me, None)
             waited = events.clock() - began
             self._waited_by[me] = self.waited_by(me) + waited
-            holder, doing = (first.thread, first.doing) if first else (None, None)
+            holder, doing = (first.thread, first.did or first.doing) if first else (None, None)
             events.publish(events.Wait(name, me, began, waited, holder, doing))
 
     def _report(self, waiter: str, waited: float, *, stack: bool = True) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 import safecompile
 from safecompile._core.events import Compile, current, watched
+from safecompile._core.guarded import Guarded
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
 from safecompile._patches.config import apply_config, capture_config
@@ -103,15 +105,21 @@ def _clear(callbacks: Any) -> None:
 
 
 class _Forward:
-    """What the calling thread compiles, and the configuration that it had when that began."""
+    """What the calling thread compiles, and the configuration that it had when that began, kept for its backward.
+
+    The callable is not kept: torch may keep a backward for ever.
+    """
 
     def __init__(self) -> None:
-        self._compile, began = current() or (Compile("forward", "a graph", "<unknown>", 0), None)
+        compile_, began = current() or (Compile("forward", "a graph", "<unknown>", 0), None)
+        guarded = compile_.guarded
+        self._guarded: Callable[[], Guarded | None] = weakref.ref(guarded) if guarded else lambda: None
+        self._backward = replace(compile_, kind="backward", guarded=None)
         self._config = capture_config(began)
 
     def backward(self, work: Callable[[], Any]) -> Any:
         """Compile its backward, with its configuration, on whichever thread meets that first."""
-        backward = replace(self._compile, kind="backward")
+        backward = replace(self._backward, guarded=self._guarded())
         put_back = apply_config(self._config)
         try:
             return watched(backward, work, reasons=lambda: ("first backward through its forward",))

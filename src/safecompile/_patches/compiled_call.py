@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import operator
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from safecompile._core.gate import Gate, LookAgain
 from safecompile._core.guarded import Guarded
 from safecompile._core.stacks import outwards
 from safecompile._patches.point import PatchPoint
+from safecompile._patches.resume_functions import skip_frames_of
 from safecompile._patches.rewriting import Instead, codes_in, constant, parsed, rewritten, with_constants
 
 __all__ = ["CompiledCalls"]
@@ -36,27 +36,14 @@ class _Waits:
         self.install = patches.wait_for_reset
 
 
-# On the object of torch's that a compiled function belongs to: its Guarded, and what counts a call of it.
-_GUARDED, _CALLED = "_safecompile_guarded", "_safecompile_called"
-
-
-class _Guarded:
-    """What the calls of guarded callables do with torch's object."""
-
-    count = operator.methodcaller(_CALLED)
-    record = operator.attrgetter(_GUARDED)
+# On the object of torch's that a compiled function belongs to: its Guarded, and what counts its calls.
+_GUARDED, _CALLS = "_safecompile_guarded", "_safecompile_calls"
 
 
 class _Plain:
-    """What the calls of others do: they are not counted."""
+    """What the calls of others look at: they are not counted, and nobody is told of them."""
 
-    count = record = id
-
-
-class _Untold:
-    """What they look at: nobody is told of them."""
-
-    wanted = False
+    counted = wanted = False
 
 
 class CompiledCalls(PatchPoint):
@@ -100,7 +87,7 @@ class CompiledCalls(PatchPoint):
         if code is not None:
             compiled.__code__ = code
             context = compiled.__closure__[code.co_freevars.index("self")].cell_contents
-            vars(context).update({_GUARDED: guarded, _CALLED: guarded.called})
+            vars(context).update({_GUARDED: guarded, _CALLS: guarded.calls})
         return code is not None
 
     def call_in(self, frame: FrameType) -> FrameType | None:
@@ -124,7 +111,7 @@ class CompiledCalls(PatchPoint):
 
         if self.codes:
             return
-        constants = {"gate": self._gate, "look_again": LookAgain, "compiler": _Compiler()}
+        constants = {"gate": self._gate, "look_again": LookAgain, "compiler": _Compiler(), "told": _Told()}
         changed = rewritten(
             eval_frame,
             ["class _TorchDynamoContext", "class DisableContext"],
@@ -133,20 +120,34 @@ class CompiledCalls(PatchPoint):
         for code in codes_in(eval_frame._TorchDynamoContext.__call__.__code__):
             if code.co_name in _CallAgain.names and changed(code).co_freevars == code.co_freevars:
                 self._guarded[code] = with_constants(
-                    changed(code),
-                    patches=self._patches,
-                    calls=events.calls,
-                    of=_Guarded,
-                    **constants,
+                    changed(code), patches=self._patches, calls=events.calls, **constants
                 )
                 self._plain[code] = with_constants(
-                    changed(code), patches=_Waits(self._patches), calls=_Untold, of=_Plain, **constants
+                    changed(code), patches=_Waits(self._patches), calls=_Plain, **constants
                 )
         for code in codes_in(eval_frame.DisableContext.__call__.__code__):
             if code.co_name in _CallAgain.names:
                 self._disabled[code] = with_constants(changed(code), **constants)
         self._guarded.update({plain: self._guarded[code] for code, plain in self._plain.items()})
         self.codes.update(self._guarded.values(), self._plain.values())
+
+
+class _Told:
+    """Whom a call tells that it has ended."""
+
+    def __init__(self) -> None:
+        from torch._C._dynamo.eval_frame import set_eval_frame
+
+        self._set_eval_frame = set_eval_frame
+        skip_frames_of(_Told.ended.__code__)
+
+    def ended(self, context: Any, began: float) -> None:
+        # A part of an outer call that runs as it is has Dynamo switched on: it would compile the subscribers.
+        callback = self._set_eval_frame(None)
+        try:
+            events.calls.ended(vars(context)[_GUARDED], began)
+        finally:
+            self._set_eval_frame(callback)
 
 
 class _Compiler:
@@ -161,7 +162,7 @@ class _CallAgain(Instead, ast.NodeTransformer):
     names = ("compile_wrapper", "_fn")  # in newer and in older torch
     loop = f"""
 tries = 0
-{constant("of")!r}.count(self)
+{constant("calls")!r}.counted and next(self.{_CALLS})
 began = {constant("calls")!r}.wanted and {constant("calls")!r}.clock()
 try:
     while True:
@@ -174,7 +175,7 @@ try:
             tries += 1
 finally:
     if began:
-        {constant("calls")!r}.ended({constant("of")!r}.record(self), began)
+        {constant("told")!r}.ended(self, began)
 """
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:

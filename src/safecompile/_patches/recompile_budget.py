@@ -120,10 +120,11 @@ class RecompileBudget(PatchPoint):
     def _convert(self, convert: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         """Note whose entry it is that is made. torch holds the compile lock here, and in the next two."""
         owner = _owner(args[0], self._calls.call_in(sys._getframe(1)))
-        compile_ = events.current()
+        current = events.current()
         conversion = convert(*args, **kwargs)
         entry = entry_in(conversion)
-        if entry is not None and compile_ is not None:
+        if entry is not None and current is not None:
+            compile_, _ = current
             reason = next(iter(compile_.reasons), "not asked for")
             self._made[entry.guard_manager] = _Made(owner, compile_.thread, reason)
         return conversion
