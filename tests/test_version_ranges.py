@@ -14,6 +14,7 @@ ONLY_SOME_NEED = {
     "error-on-graph-break": TORCH >= (2, 9),  # there is no such setting before
     "fullgraph-calls": (2, 9) <= TORCH < (2, 15),  # each thread has a count of its own from 2.15 on
     "call-settings": TORCH < (2, 12),  # each thread has a configuration of its own from 2.12 on
+    "config-caches": TORCH >= (2, 12),
     # 2.6 and 2.8 do not ask for the guard; builds without CUDA, and machines with a GPU, have no such fault.
     "device-guard": TORCH >= (2, 9) and torch.version.cuda is not None and not torch.cuda.is_available(),
     "serial-traces": False,  # in the place of points that do not match
