@@ -29,10 +29,13 @@ _MAX, _MIN = max, min
 class Exports(PatchPoint):
     name = "exports"
     protects = (
-        "a model that is exported has fake parameters for other threads (E3); a strict export frees what compiled calls of "
-        "the same code use (C2)"
+        "a model that is exported has fake parameters for other threads, strict exports look at each other's values for "
+        "their guards, and fail where they meet in an operator (E3); a strict export frees what compiled calls of the same code use (C2)"
     )
-    upstream = "torch/export/_trace.py, _non_strict_export; torch/_dynamo/eval_frame.py, export and remove_from_cache"
+    upstream = (
+        "torch/export/_trace.py, _non_strict_export; torch/_guards.py, ChainedSource.get_value; torch/_ops.py; "
+        "torch/_dynamo/eval_frame.py, export and remove_from_cache"
+    )
 
     def __init__(self, fx: FXPatches, settings: CallSettings) -> None:
         super().__init__()
@@ -45,9 +48,13 @@ class Exports(PatchPoint):
 
     def apply(self) -> None:
         import torch.export._trace
+        from torch._dynamo import guards
 
         self.wrap(torch.export._trace, "_export", self._export)
         self.wrap(torch._dynamo, "export", self._export_with_dynamo)
+        # From torch 2.11 on, what is looked up for a guard stands in this dictionary meanwhile.
+        self.wrap(guards, "_get_closure_vars", lambda get, *_: dict(get()))
+        self.wrap(torch._ops.OpOverload, "_get_dispatch", self._kernel)
         if hasattr(torch.export._trace, "_override_builtin_ops"):
             self.wrap(torch.export._trace, "_override_builtin_ops", self._override_builtins)
 
@@ -64,6 +71,15 @@ class Exports(PatchPoint):
                 (vars(math), "pow", lambda x, y: x**y),
             ]
         )
+
+    def _kernel(self, get: Callable[[Any], Any], operator: Any, args: Any, _: Any) -> Any:
+        """Return what stands for an operator under a dispatch key; torch asserts that no other trace has found it."""
+        try:
+            return get(*args)
+        except AssertionError:
+            if args[0] not in operator._dispatch_cache:
+                raise
+            return operator._dispatch_cache[args[0]]
 
     def _export(self, export: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         """Export a copy of the model's modules, with the same tensors: export puts fake ones in their place."""
