@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from tests.helpers.subprocess_run import IsolatedResult, run_forked
-from tests.helpers.torch_version import lacks, repaired, unheard_of
+from tests.helpers.torch_version import lacks, repaired
 
 PRELUDE = """
 import collections, contextlib, math, sys, threading
@@ -445,7 +445,7 @@ LACKING = {
 
 ABSENT = {
     "E1: warm calls of an unrelated function beside make_fx": repaired((2, 14), "one flag of FX for the process (E1)"),
-    "S10: configuration set on the main thread (03)": unheard_of((2, 12), "configuration of threads (S10)"),
+    "S10: configuration set on the main thread (03)": lacks((2, 12), "configuration of a thread (S10)"),
 }
 
 
