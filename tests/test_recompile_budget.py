@@ -290,7 +290,7 @@ def test_beyond_the_limit_no_call_waits_for_a_compile() -> None:
     thread.join(60)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "8"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
 def test_a_limit_that_is_none_is_refused_at_once(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^recompile_limit is how many graphs a function may have, 1 or more, not "):
         thread_safe_compile(fresh(), recompile_limit=value)

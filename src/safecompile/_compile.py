@@ -107,7 +107,7 @@ def thread_safe_compile(
     if when_compiling not in WHEN_COMPILING:
         raise ValueError(f"when_compiling is one of {', '.join(map(repr, WHEN_COMPILING))}, not {when_compiling!r}.")
     limit: Any = recompile_limit  # whatever was given
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
+    if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"recompile_limit is how many graphs a function may have, 1 or more, not {recompile_limit!r}.")
     options = {**torch_compile_options, "when_compiling": when_compiling, "recompile_limit": recompile_limit}
     if fn is None:
