@@ -60,7 +60,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	rm -f $(VENV)/.installed-*
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install --quiet --upgrade --constraint $(VENV)/constraints.txt pip # --group needs pip 25.1
-	$(RUN) -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[example,tools]' --group dev
+	$(RUN) -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[example,tools]' --group dev --group recipes
 	touch $@
 
 clean:
