@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,8 +143,8 @@ class LengthsOf:
         self.lengths: list[int] = []
 
     def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
-        # The ids are the one input that is of integers.
-        self.lengths += [one.shape[1] for one in inputs if hasattr(one, "dtype") and not one.is_floating_point()]
+        # The ids are the one matrix of integers.
+        self.lengths += [x.shape[1] for x in inputs if hasattr(x, "dim") and x.dim() == 2 and not x.is_floating_point()]
         return self._compile(graph, inputs)
 
 
@@ -191,6 +192,7 @@ def measure(backend: str, lengths: int, interval: float, seconds: float) -> None
     def load(answer: Callable[[Any, float], Any]) -> tuple[list[Answer], float]:
         beginning = Beginning(answer)
         with running(application(beginning, context)) as url:
+            urllib.request.urlopen(f"{url}/openapi.json").close()  # it has begun, and imported what it imports then
             return ask_from_elsewhere(url, lengths * interval, interval, lengths), beginning.at
 
     with max_compiles(lengths) as limit:

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.subprocess_run import ROOT, run_forked
 from tests.test_source_rules import length
@@ -22,6 +23,8 @@ def test_a_recipe_runs_and_finds_its_results_right(program: Path) -> None:
     for package in NEED.get(program.stem, ()):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"the recipe needs {package}")
+    if program.stem == "transformers_generate" and not hasattr(torch.compiler, "is_exporting"):  # torch 2.6
+        pytest.skip("transformers' masks cannot be compiled: they call torch.compiler.is_exporting, from torch 2.7 on")
     done = run_forked(program.read_text(), timeout=120).check()
     assert done.stdout.count("\n") == 1, "it says in a line what it has shown"
 

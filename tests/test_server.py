@@ -27,6 +27,9 @@ httpx = pytest.importorskip("httpx", reason="the server's clients")
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
+# torch 2.6 breaks the graph in the middle of transformers' own wrappers.
+one_graph = lacks((2, 7), "the model in one graph")
+
 LENGTHS = (5, 8, 11)
 FURTHER = 200
 
@@ -105,6 +108,7 @@ def counted(model: Any) -> CallableStatistics:
     return record.statistics()
 
 
+@one_graph
 def test_each_shape_is_compiled_once_while_new_ones_come() -> None:
     backend = CountingBackend()
     model = thread_safe_compile(tiny_model(), backend=backend, dynamic=False, recompile_limit=len(LENGTHS))
@@ -126,6 +130,7 @@ def test_requests_are_answered_while_each_new_shape_is_compiled() -> None:
     assert counted(model).eager_runs >= FURTHER
 
 
+@one_graph
 def test_control_calls_that_wait_let_no_request_through() -> None:
     backend = CountingBackend(gated=True)
     model = thread_safe_compile(tiny_model(), backend=backend, dynamic=False)

@@ -10,13 +10,14 @@ import argparse
 import threading
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from safecompile import thread_safe_compile
 
 
 def main(backend: str) -> None:
-    augment = thread_safe_compile(lambda numbers: (torch.tensor(numbers) * 2.0).sin(), backend=backend)
+    augment = thread_safe_compile(lambda rows: (torch.stack([x for (x,) in rows]) * 2).sin(), backend=backend)
+    data = TensorDataset(torch.arange(8.0))
     model = torch.nn.Linear(3, 3)
     step = thread_safe_compile(lambda x: model(x).relu(), backend=backend, dynamic=False, recompile_limit=1000)
     step(
@@ -35,9 +36,9 @@ def main(backend: str) -> None:
     try:
         for _ in range(2):  # each time with new workers
             loader = DataLoader(
-                range(8), batch_size=2, collate_fn=augment, num_workers=2, multiprocessing_context="fork", timeout=60
+                data, batch_size=2, collate_fn=augment, num_workers=2, multiprocessing_context="fork", timeout=60
             )
-            torch.testing.assert_close(torch.cat(list(loader)), (torch.arange(8) * 2.0).sin())
+            torch.testing.assert_close(torch.cat(list(loader)), (torch.arange(8.0) * 2).sin())
     finally:
         stop.set()
         thread.join()
