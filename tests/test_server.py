@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled")
 # torch 2.6 breaks the graph in the middle of transformers' own wrappers.
 one_graph = lacks((2, 7), "the model in one graph")
 
-LENGTHS = (5, 8, 11)
+LENGTHS = (5, 8)
 FURTHER = 200
 
 

@@ -30,16 +30,15 @@ def application(backend: str = "inductor") -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         with context:
-            for rows in ROWS:
-                warmup(model, (torch.zeros(rows, 8),))
+            warmup(model, [(torch.zeros(rows, 8),) for rows in ROWS])
         yield
 
     app = FastAPI(lifespan=lifespan)
 
     @app.post("/classes")
+    @context.wrap  # the pool's threads have none of the settings that the model is compiled for
     def classes(rows: list[list[float]]) -> list[list[float]]:
-        with context:  # the pool's threads have none of the settings that the model is compiled for
-            return model(torch.tensor(rows)).tolist()
+        return model(torch.tensor(rows)).tolist()
 
     return app
 

@@ -21,8 +21,7 @@ def main(backend: str) -> None:
         expected = [eager(x).softmax(-1) for x in inputs]
 
     with ThreadPoolExecutor(4, initializer=context.apply) as pool:
-        for x in inputs:
-            pool.submit(warmup, model, (x,)).result()
+        warmup(model, [(x,) for x in inputs], executor=pool)
         with no_compiles():
             results = list(pool.map(model, inputs * 10))
     assert all(result.is_inference() for result in results)
