@@ -261,9 +261,16 @@ def test_arguments_and_result_pass_through_run() -> None:
     assert capture_context().run(function, 1, b=2) == (1, 2)
 
 
+def in_force_for_good() -> dict[str, Any]:
+    """Return what a thread has that applies the settings of this one."""
+    settings = settings_in_force()
+    on, _ = settings["autocast"]
+    return {**settings, "autocast cache": settings["autocast cache"] and not on}
+
+
 def test_a_pool_can_apply_it_in_each_of_its_threads(setting: Setting) -> None:
     with setting():
-        context, mine = capture_context(), settings_in_force()
+        context, mine = capture_context(), in_force_for_good()
     together = threading.Barrier(3)
 
     def work(_: int) -> dict[str, Any]:
@@ -277,9 +284,41 @@ def test_a_pool_can_apply_it_in_each_of_its_threads(setting: Setting) -> None:
     assert after == settings_in_force()
 
 
+def products_before_and_after_a_step(start: Callable[[], Any]) -> list[float]:
+    """Multiply by a weight in a thread that `start` has prepared, change the weight, and multiply again."""
+    weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(1, 4)
+
+    def work() -> list[float]:
+        kept = start()
+        before = (x @ weight).mean().item()
+        with torch.no_grad():
+            weight.fill_(5.0)
+        after = (x @ weight).mean().item()
+        del kept
+        return [before, after]
+
+    products: list[float] = in_worker(work)
+    return products
+
+
+def test_weights_that_change_after_autocast_was_applied_for_good_are_seen() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        context = capture_context()
+    assert products_before_and_after_a_step(context.apply) == [4.0, 20.0]
+
+
+def test_control_autocast_that_never_ends_computes_with_weights_as_they_were() -> None:
+    def start() -> Any:
+        entered = torch.autocast("cpu", torch.bfloat16)
+        entered.__enter__()
+        return entered
+
+    assert products_before_and_after_a_step(start) == [4.0, 4.0]
+
+
 def test_a_thread_may_apply_one_after_another(setting: Setting) -> None:
     with setting():
-        context, mine = capture_context(), settings_in_force()
+        context, mine = capture_context(), in_force_for_good()
     other = capture_context()
 
     def work() -> None:

@@ -37,6 +37,15 @@ def scaled_by(model: Scaled, x: Tensor) -> Tensor:
     return model.linear(x) * model.factor
 
 
+def first_of(values: list[Any]) -> Tensor:
+    first: Tensor = values[0]
+    return first * 2
+
+
+def operator(self: Tensor) -> Tensor:
+    return self.sin() + 1
+
+
 def fresh(original: Callable[..., Tensor] = function) -> Callable[..., Tensor]:
     """Return a copy with code of its own: the limit is counted by code."""
     return FunctionType(original.__code__.replace(), globals(), original.__name__)
@@ -180,7 +189,7 @@ def test_replicas_that_are_gone_do_count_for_what_all_code_may_have() -> None:
             replica = thread_safe_compile(Scaled(factor), backend=backend, dynamic=False)
             assert torch.allclose(replica(x), replica.linear(x) * factor)
 
-    with pytest.warns(RuntimeWarning, match="graphs for all that ever called it, and the limit is 16: "):
+    with pytest.warns(RuntimeWarning, match="graphs for all, and the limit is 16: "):
         call_them()
     assert backend.count == 16
 
@@ -196,9 +205,51 @@ def test_a_thread_for_each_request_does_not_compile_for_ever() -> None:
         for size in range(2, 22):
             run_threads([functools.partial(context.run, call, torch.ones(size))])
 
-    with pytest.warns(RuntimeWarning, match=r"^function .* graphs for all that ever called it, and the limit is 16: "):
+    with pytest.warns(RuntimeWarning, match=r"^function .* graphs for all, and the limit is 16: "):
         ask()
     assert backend.count == 16
+
+
+@lacks((2, 13), "torch.compile(recompile_limit=)")
+def test_a_plain_callable_keeps_the_limit_that_torch_was_given() -> None:
+    safecompile.install()
+    backend = CountingBackend()
+    call = torch.compile(fresh(), backend=backend, dynamic=False, recompile_limit=12)
+    for size in range(2, 14):
+        call(torch.ones(size))
+    assert backend.count == 12
+
+
+@lacks((2, 13), "torch.compile(isolate_recompiles=)")
+def test_callables_whose_recompiles_are_isolated_each_have_the_limit() -> None:
+    safecompile.install()
+    backend, function = CountingBackend(), fresh()
+    calls = [torch.compile(function, backend=backend, dynamic=False, isolate_recompiles=True) for _ in range(2)]
+    for size in range(2, 8):
+        for call in calls:
+            call(torch.ones(size))
+    assert backend.count == 12
+
+
+def test_arguments_may_contain_themselves() -> None:
+    call = thread_safe_compile(fresh(first_of), backend="eager")
+    values: list[Any] = [torch.ones(3)]
+    values.append(values)
+    assert torch.equal(call(values), torch.full((3,), 2.0))
+
+
+@stops_for_one
+def test_a_tensor_that_is_called_self_has_no_limit_of_its_own() -> None:
+    backend = CountingBackend()
+    call = thread_safe_compile(fresh(operator), backend=backend, dynamic=False)
+
+    def ask() -> None:
+        for size in range(2, 14):
+            call(torch.ones(size))
+
+    with pytest.warns(RuntimeWarning, match="the limit is 8"):
+        ask()
+    assert backend.count == LIMIT
 
 
 # -------------------------------------------------------------------------------------------------- reaching the limit
@@ -253,6 +304,17 @@ def test_one_threads_limit_stops_no_other_thread() -> None:
 
     run_threads([greedy, other])
     assert backend.count == LIMIT + 4
+
+
+@stops_for_one
+def test_after_a_reset_there_is_another_warning() -> None:
+    call = thread_safe_compile(fresh(), backend="eager", dynamic=False, recompile_limit=1)
+    for _ in range(2):
+        call(torch.ones(2))
+        with pytest.warns(RuntimeWarning, match="the limit is 1"):
+            call(torch.ones(3))
+        call(torch.ones(4))  # a second warning would be an error
+        safecompile.reset()
 
 
 def test_a_limit_of_ones_own() -> None:

@@ -174,7 +174,8 @@ def test_requests_are_answered_while_the_first_of_them_compiles() -> None:
 
 
 @runs_once
-def test_what_follows_a_graph_break_runs_eagerly_too() -> None:
+@pytest.mark.parametrize("when", ["eager", "error"])
+def test_what_follows_a_graph_break_runs_eagerly_and_cannot_be_refused(when: Any) -> None:
     x = torch.randn(4)
     reached, go_on = threading.Event(), threading.Event()
 
@@ -190,7 +191,7 @@ def test_what_follows_a_graph_break_runs_eagerly_too() -> None:
         assert go_on.wait(60)
 
     backend = CountingBackend()
-    f = thread_safe_compile(stops, backend=backend, when_compiling="eager")
+    f = thread_safe_compile(stops, backend=backend, when_compiling=when)
     results: list[Tensor] = []
     thread = threading.Thread(target=lambda: results.append(f(x)))
     thread.start()
@@ -240,7 +241,7 @@ def test_the_innermost_guarded_call_decides() -> None:
         return inner(x + 1) + 1
 
     f = thread_safe_compile(outer, backend="eager", when_compiling="eager")
-    with a_compile_elsewhere(), pytest.raises(CompileInProgressError, match=r"^sin_exp needs a graph"):
+    with a_compile_elsewhere(), pytest.raises(CompileInProgressError, match=r"^sin_exp \(.*\) needs a graph"):
         f(torch.ones(3))
 
 
@@ -258,6 +259,24 @@ def test_in_a_checkpointed_region_an_eager_call_waits_for_its_graph() -> None:
     assert x.grad is not None
     assert torch.allclose(x.grad, x.cos() * x.sin().exp())
     assert backend.forward.count >= 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_in_a_region_of_torchs_checkpoint_an_eager_call_waits_too(use_reentrant: bool) -> None:
+    f = thread_safe_compile(sin_exp, backend="aot_eager", when_compiling="eager")
+    x = torch.randn(4, requires_grad=True)
+    results: list[Tensor] = []
+
+    def region() -> None:
+        results.append(torch.utils.checkpoint.checkpoint(f, x, use_reentrant=use_reentrant))
+
+    thread = threading.Thread(target=region, name="region")
+    with a_compile_elsewhere():
+        thread.start()
+        wait_until(lambda: any(one.thread == "region" for one in statistics().lock.waiters))
+    thread.join(60)
+    results[0].sum().backward()
+    assert counted(f).eager_runs == 0
 
 
 def test_the_first_backward_waits() -> None:
@@ -327,7 +346,7 @@ def test_error_names_the_function_and_who_compiles(form: str) -> None:
     with a_compile_elsewhere(), pytest.raises(CompileInProgressError) as caught:
         f(torch.randn(3, 4))
     first = str(caught.value).splitlines()[0]
-    assert "needs a graph for these arguments, and thread 'compiling' has held the FX-trace lock for" in first
+    assert ") needs a graph for these arguments, and thread 'compiling' has held the FX-trace lock for" in first
     assert "(compiling cold (" in first
     copied = pickle.loads(pickle.dumps(caught.value))
     assert (type(copied), str(copied)) == (CompileInProgressError, str(caught.value))

@@ -83,12 +83,14 @@ def thread_safe_compile(
             object, or an ``nn.Module`` instance. A module is compiled in place: the same object is
             returned, its ``state_dict`` keys are unchanged, its hooks run around the compiled ``forward``.
         when_compiling: what a call does that needs a graph while another thread compiles. ``"wait"``: it waits. ``"eager"``:
-            it runs the original function, so that requests are answered while one thread compiles; inside a checkpointed
-            region it waits, because a recomputation has to find what the forward has saved. ``"error"``: it raises
-            ``CompileInProgressError``. The first backward through a graph waits in any case.
-        recompile_limit: how many graphs each function may have for the same modules and devices, before further ones run
-            eagerly, with a warning; by default ``torch._dynamo.config.recompile_limit`` (8). Replicas of a module, and
-            devices, each have the whole limit to themselves (pytorch#177355).
+            it runs the original function, this once, so that requests are answered while one thread compiles. ``"error"``:
+            it raises ``CompileInProgressError``; in the middle of a call, after a graph break, the rest runs eagerly. What
+            such a call calls that is compiled by itself does as it was told itself. In a checkpointed region all wait,
+            because a recomputation has to find what the forward has saved, and so does the first backward through a graph.
+        recompile_limit: how many graphs each function may have for the same thread, modules and devices before further
+            calls run eagerly, with a warning; by default ``torch._dynamo.config.recompile_limit`` (8). Threads, replicas of
+            a module, and devices each have the whole limit to themselves (pytorch#177355); what threads have left that have
+            ended counts for ``accumulated_recompile_limit`` (256). It stands for torch's own option of this name.
         **torch_compile_options: every option of ``torch.compile``.
 
     Returns:

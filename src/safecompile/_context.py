@@ -157,9 +157,13 @@ class ThreadContext:
         return in_context
 
     def apply(self) -> None:
-        """Set the captured settings on the calling thread for good: an ``initializer`` for thread pools."""
+        """Set the captured settings on the calling thread for good: an ``initializer`` for thread pools.
+
+        Autocast then goes without its cache of weights in a lower dtype, which is emptied only where autocast ends:
+        weights that change meanwhile would be used as they were.
+        """
         with ExitStack() as undo:
-            self._set(undo)
+            self._set(undo, for_good=True)
             # Kept for as long as the thread lives, and by the thread: inference mode ends, for the thread that does
             # it, when its object is collected.
             _applied.undo = [*getattr(_applied, "undo", []), undo.pop_all()]
@@ -170,7 +174,7 @@ class ThreadContext:
             stack = self._entered.stack = []
         return stack
 
-    def _set(self, undo: ExitStack) -> None:
+    def _set(self, undo: ExitStack, *, for_good: bool = False) -> None:
         """Set what differs from the calling thread's settings: some settings cost time merely by being set."""
         undo.callback(apply_config(self._config))
         if torch.get_num_threads() != self._threads:
@@ -186,8 +190,9 @@ class ThreadContext:
         if torch.is_inference_mode_enabled() != self._inference:
             undo.enter_context(torch.inference_mode(self._inference))
         for device, (enabled, dtype) in self._autocast.items():
-            if (*_autocast(device), torch.is_autocast_cache_enabled()) != (enabled, dtype, self._autocast_cache):
-                undo.enter_context(torch.autocast(device, dtype, enabled, self._autocast_cache))
+            cache = self._autocast_cache and not (enabled and for_good)
+            if (*_autocast(device), torch.is_autocast_cache_enabled()) != (enabled, dtype, cache):
+                undo.enter_context(torch.autocast(device, dtype, enabled, cache))
         # Last, for inference mode sets it as well.
         if torch.is_grad_enabled() != self._grad:
             undo.enter_context(torch.set_grad_enabled(self._grad))

@@ -27,6 +27,7 @@ __all__ = [
     "current",
     "described",
     "explain",
+    "forget_other_threads",
     "publish",
     "subscribe",
     "unsubscribe",
@@ -224,6 +225,12 @@ def publish(event: Any, told: _Subscribers | None = None) -> None:
 def current() -> tuple[Compile, contextvars.Context] | None:
     """Return what is being compiled, and the context in which that began. Call with the compile lock held."""
     return _current
+
+
+def forget_other_threads() -> None:
+    """Start anew in a forked process, whose only thread compiles nothing."""
+    global _current  # noqa: PLW0603
+    _current = None
 
 
 def watched(

@@ -32,10 +32,11 @@ class CallableStatistics:
     compile_seconds: float
     """Also of those that failed."""
     waits: int
-    """Calls, and backwards, that waited for the FX-trace lock."""
+    """How often a call waited for the FX-trace lock."""
     waited_seconds: float
     eager_runs: int
-    """Calls, or parts of them after a graph break, that ran as they are because another thread compiled."""
+    """Calls, or parts of them after a graph break, that ran as they are: because another thread compiled, or at the
+    recompile limit."""
     reasons: tuple[tuple[str, int], ...]
     """Why it was compiled, as :class:`safecompile.observe.Compile` says it, and how often for that reason."""
 

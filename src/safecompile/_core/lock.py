@@ -124,10 +124,15 @@ class FXTraceLock:
         raw = self._source()
         nested = raw._is_owned()
         try:
-            if not raw.acquire(blocking=False) and (timeout == 0 or not self._wait(raw, timeout)):
-                return False
+            waited = None
+            if not raw.acquire(blocking=False):
+                waited = self._wait(raw, timeout) if timeout != 0 else None
+                if waited is None:
+                    return False
             self._acquisitions += 1
             self._hold = _Hold(me, threading.current_thread().name, time.monotonic(), _NOTHING_NAMED)
+            if waited is not None:
+                events.publish(waited)  # now that everybody can see who has the lock
         except BaseException:
             # A KeyboardInterrupt may arrive after the raw lock was taken and before anyone knows it.
             if raw._is_owned() and not nested:
@@ -176,6 +181,7 @@ class FXTraceLock:
         """Start anew in a forked process, in which the calling thread is the only one and does not hold the lock."""
         self._hold = None
         self._waiting.clear()
+        self._waited_by.clear()
 
     def waited_by(self, thread: int) -> float:
         """Return how many seconds the thread with this ident has waited for the lock."""
@@ -237,9 +243,16 @@ class FXTraceLock:
             waited_seconds=self._waited,
         )
 
-    def _wait(self, raw: RawLock, timeout: float | None) -> bool:
+    def _wait(self, raw: RawLock, timeout: float | None) -> events.Wait | None:
+        """Take the lock, and return what the wait was, or ``None`` if the time was over."""
         me, name, start = threading.get_ident(), threading.current_thread().name, time.monotonic()
-        first, began = self._hold, events.clock()
+        first, began, taken = self._hold, events.clock(), False
+
+        def ended() -> events.Wait:
+            holder, doing = (first.thread, first.did or first.doing) if first else (None, None)
+            return events.Wait(name, me, began, self._waited_by[me] - before, holder, doing)
+
+        before = self.waited_by(me)
         deadline = start + (self.limit if timeout is None else timeout)
         pause = max(self.warn_after, 0.1)
         in_a_cycle: _Hold | None = None
@@ -251,7 +264,8 @@ class FXTraceLock:
                     # Counted by the new owner, so that no count is lost to a race.
                     self._contended += 1
                     self._waited += time.monotonic() - start
-                    return True
+                    taken = True
+                    break
                 hold = self._hold
                 if timeout is None and hold is not None and waits_for(hold.ident, me):
                     if in_a_cycle is hold:
@@ -262,17 +276,17 @@ class FXTraceLock:
                 now = time.monotonic()
                 if now >= deadline:
                     if timeout is not None:
-                        return False
+                        return None
                     raise LockTimeoutError(self._report(name, now - start))
                 if now >= start + pause:
                     log.warning("%s", self._report(name, now - start, stack=False))
                     pause *= 2
         finally:
             self._waiting.pop(me, None)
-            waited = events.clock() - began
-            self._waited_by[me] = self.waited_by(me) + waited
-            holder, doing = (first.thread, first.did or first.doing) if first else (None, None)
-            events.publish(events.Wait(name, me, began, waited, holder, doing))
+            self._waited_by[me] = before + events.clock() - began
+            if not taken:
+                events.publish(ended())
+        return ended()
 
     def _report(self, waiter: str, waited: float, *, stack: bool = True) -> str:
         hold = self._hold

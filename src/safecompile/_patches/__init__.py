@@ -63,6 +63,7 @@ class Patches:
         self._fx = fx = FXPatches(skip_frames_of)
         settings = CallSettings()
         at_exit = InterpreterExit(fx_trace_lock)
+        single_flight = SingleFlight(gate, fx_trace_lock, self.calls, at_exit, self.reset)
         flags = {row[0]: ThreadGlobals(*row) for row in THREAD_GLOBALS}
         self.points: tuple[PatchPoint, ...] = (
             *flags.values(),
@@ -71,9 +72,9 @@ class Patches:
             LazyGraphModules(),
             CompileLock(fx_trace_lock),
             self.calls,
-            WhenCompiling(fx_trace_lock, self.calls),
+            WhenCompiling(fx_trace_lock, self.calls, single_flight.begins),
             RecompileBudget(self.calls),
-            SingleFlight(gate, fx_trace_lock, self.calls, at_exit, self.reset),
+            single_flight,
             FullgraphCalls(),
             at_exit,
             ResumeFunctions(gate),

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode, TorchDispatchMod
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.random_numbers import RegionMode
 
-__all__ = ["CacheOrder", "entries", "entry_in", "remember"]
+__all__ = ["CacheOrder", "converter_of", "entries", "entry_in", "has_entry", "remember"]
 
 # By the guard manager, for torch 2.6, whose entries do not tell.
 _backends: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -32,6 +32,11 @@ def entries(callback: Any, frame: Any) -> Iterator[Any]:
             yield entry
 
 
+def has_entry(callback: Any, frame: Any) -> bool:
+    """Tell whether Dynamo's cache has an entry for this frame."""
+    return any(entry.guard_manager.check(frame.f_locals) for entry in entries(callback, frame))
+
+
 def entry_in(conversion: Any) -> Any:
     """Return the entry that a conversion has made, or ``None``."""
     entry = getattr(conversion, "guarded_code", conversion)  # older torch returns the entry itself, or a flag
@@ -44,12 +49,21 @@ def remember(guard_manager: Any, callback: Any) -> None:
 
 
 def _backend(callback: Any) -> Any:
-    name = "_torchdynamo_orig_backend"
-    if not hasattr(callback, name):
-        name = "_torchdynamo_orig_callable"  # older torch
+    name = _next_inwards(callback)
     while hasattr(callback, name):
         callback = getattr(callback, name)
     return callback
+
+
+def converter_of(callback: Any) -> Any:
+    """Return the object of Dynamo's that converts the frames which a callback of its is called for."""
+    converter = getattr(callback, _next_inwards(callback), None)
+    return getattr(converter, "_inner_convert", converter)
+
+
+def _next_inwards(callback: Any) -> str:
+    name = "_torchdynamo_orig_backend"
+    return name if hasattr(callback, name) else "_torchdynamo_orig_callable"  # older torch
 
 
 class _Asked(threading.local):

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from safecompile._core import events
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.point import PatchPoint
 
@@ -62,6 +63,7 @@ class CompileLock(PatchPoint):
         if not compile_lock()._is_owned():
             _own_lock = threading.RLock()
             self._lock.forget_other_threads()
+            events.forget_other_threads()
             # The same for the compiles that Dynamo believes to be going on.
             pending = "_CompilationCallbackHandler__pending_callbacks_counter"
             vars(callback.callback_handler).update({pending: 0, f"{pending}_lock": threading.Lock()})

@@ -12,15 +12,19 @@ from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from safecompile._core import events
-from safecompile._patches.cache_entries import entry_in
+from safecompile._core.forks import lock_across_forks
+from safecompile._core.guarded import Guarded
+from safecompile._patches.cache_entries import converter_of, entries, entry_in
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.running_as_it_is import can_run_once_as_it_is, in_a_checkpoint, run_once_as_it_is
 
 __all__ = ["RecompileBudget"]
+
+# How many values of a call are looked at for modules and tensors.
+MOST_VALUES = 1000
 
 
 class _Same:
@@ -66,6 +70,38 @@ class _Made:
     reason: str
 
 
+@dataclass
+class _Asked:
+    """What a frame may have, and has, when Dynamo calls back for it."""
+
+    guarded: Guarded | None
+    owner: _Owner
+    limit: int
+    managers: list[Any]
+    """The guard managers of all its entries in Dynamo's cache."""
+    made: list[_Made]
+    """What is known of them."""
+    all_threads: bool
+    """Whether the graphs of all threads count: in a checkpointed region. A recomputation on another thread than the
+    forward's must not compile what that has run as it is."""
+    exceeded: tuple[int, int] | None = None
+    """What was too much for torch, and its limit."""
+
+    @property
+    def count(self) -> int:
+        """How many count for the limit."""
+        return sum(made.owner.counts_for(self.owner, all_threads=self.all_threads) for made in self.made)
+
+    @property
+    def others(self) -> int:
+        """How many belong to others, who are still there."""
+        return sum(not made.owner.is_gone() for made in self.made) - self.count
+
+
+class _Mine(threading.local):
+    asked: _Asked | None = None
+
+
 class RecompileBudget(PatchPoint):
     name = "recompile-budget"
     protects = "threads, replicas and devices use up one recompile limit; later shapes run eagerly in silence (S9)"
@@ -75,10 +111,9 @@ class RecompileBudget(PatchPoint):
         super().__init__()
         self._calls = calls
         self._made: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # by guard manager
-        self._warned: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()  # by id
-        # Guarded by the compile lock: how many entries belong to others; which number of compiles was too much, for which
-        # limit.
-        self._others, self._exceeded = 0, (0, 0)
+        self._guard = lock_across_forks()  # guards the next: a warning has been given of the code of these
+        self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._mine = _Mine()
 
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame
@@ -103,30 +138,48 @@ class RecompileBudget(PatchPoint):
     def _call_back(self, call_back: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Any:
         """Let a frame that has all the graphs it may have run as it is, this once: torch would stop for all of its code."""
         frame = args[0]
-        if not can_run_once_as_it_is() or _raises_at_the_limit(callback):
-            return call_back(*args, **kwargs)
-        call = self._calls.call_in(sys._getframe(1))
-        own, limit = self._own(frame, call), self._limit(call)
-        if len(own) >= limit:
-            self._warn(frame.f_code, len(own), limit, f"for thread {threading.current_thread().name!r}")
-            why = f"it has reached its recompile limit of {limit}"
-            return run_once_as_it_is(frame.f_code, why, self._calls.record(call), use_cache=True)
-        result = call_back(*args, **kwargs)
-        if getattr(result, "apply_to_code", False) and _runs_only_what_there_is(result):
-            self._warn(frame.f_code, *self._exceeded, "for all that ever called it")
+        asked, before = self._ask(callback, frame), self._mine.asked
+        stops = can_run_once_as_it_is() and not _raises_at_the_limit(callback)
+        if stops and asked.count >= asked.limit:
+            self._warn(frame.f_code, asked, asked.count, f"for thread {threading.current_thread().name!r}")
+            why = f"it has reached its recompile limit of {asked.limit}"
+            # In a region not what may be in the cache by now and not later, or the other way round.
+            return run_once_as_it_is(frame.f_code, why, asked.guarded, use_cache=not in_a_checkpoint())
+        self._mine.asked = asked
+        try:
+            result = call_back(*args, **kwargs)
+        finally:
+            self._mine.asked = before
+        if stops and asked.exceeded and getattr(result, "apply_to_code", False):
+            self._warn(frame.f_code, replace(asked, limit=asked.exceeded[1]), asked.exceeded[0], "for all")
             return replace(result, apply_to_code=False)
         return result
 
-    def _convert(self, convert: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+    def _ask(self, callback: Any, frame: Any) -> _Asked:
+        from torch._dynamo import config
+
+        call = self._calls.call_in(sys._getframe(1))
+        guarded, owner, all_threads = self._calls.record(call), _owner(frame, call), in_a_checkpoint()
+        limit = guarded.recompile_limit if guarded else getattr(converter_of(callback), "_recompile_limit", None)
+        known = [(entry.guard_manager, self._made.get(entry.guard_manager)) for entry in entries(callback, frame)]
+        return _Asked(
+            guarded,
+            owner,
+            limit or _torchs_limit(config),
+            [manager for manager, _ in known],
+            [made for _, made in known if made],
+            all_threads=all_threads,
+        )
+
+    def _convert(self, convert: Callable[..., Any], converter: Any, args: Any, kwargs: Any) -> Any:
         """Note whose entry it is that is made. torch holds the compile lock here, and in the next two."""
-        owner = _owner(args[0], self._calls.call_in(sys._getframe(1)))
+        asked = self._mine.asked or self._ask(converter, args[0])
         current = events.current()
         conversion = convert(*args, **kwargs)
         entry = entry_in(conversion)
         if entry is not None and current is not None:
             compile_, _ = current
-            reason = next(iter(compile_.reasons), "not asked for")
-            self._made[entry.guard_manager] = _Made(owner, compile_.thread, reason)
+            self._made[entry.guard_manager] = _Made(asked.owner, compile_.thread, next(iter(compile_.reasons), "?"))
         return conversion
 
     def _count(self, count: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
@@ -137,15 +190,15 @@ class RecompileBudget(PatchPoint):
         """
         from torch._dynamo import config
 
-        size, frame, call = count(*args, **kwargs), args[0], self._calls.call_in(sys._getframe(1))
-        own, limit, torchs_limit = len(self._own(frame, call)), self._limit(call), _torchs_limit(config)
-        self._others = sum(not made.owner.is_gone() for made in self._entries(frame.f_code)) - own
-        size.num_cache_entries -= self._others
+        size, asked, torchs_limit = count(*args, **kwargs), self._mine.asked, _torchs_limit(config)
+        if asked is None:
+            return size
+        size.num_cache_entries -= asked.others
         if hasattr(size, "total_cache_entries_all_regions"):
-            size.total_cache_entries_all_regions -= self._others
-        same = min(size.num_cache_entries_with_same_id_matched_objs, own)
+            size.total_cache_entries_all_regions -= asked.others
+        same = min(size.num_cache_entries_with_same_id_matched_objs, asked.count)
         size.num_cache_entries_with_same_id_matched_objs = (
-            max(same, torchs_limit) if own >= limit else min(same, torchs_limit - 1)
+            max(same, torchs_limit) if asked.count >= asked.limit else min(same, torchs_limit - 1)
         )
         return size
 
@@ -153,49 +206,29 @@ class RecompileBudget(PatchPoint):
         from torch._dynamo import config
 
         size, compile_id = args
-        number = max(0, compile_id.frame_compile_id - self._others)
+        asked = self._mine.asked
+        number = max(0, compile_id.frame_compile_id - (asked.others if asked else 0))
         exceeded, setting = exceeds(size, SimpleNamespace(frame_compile_id=number))
-        if exceeded:
-            self._exceeded = number, getattr(config, setting)
+        if exceeded and asked:
+            asked.exceeded = number, getattr(config, setting)
         return exceeded, setting
 
-    def _entries(self, code: CodeType) -> Iterator[_Made]:
-        from torch._C._dynamo import eval_frame
-
-        for entry in eval_frame._debug_get_cache_entry_list(code):
-            if (made := self._made.get(entry.guard_manager)) is not None:
-                yield made
-
-    def _own(self, frame: Any, call: FrameType | None) -> list[_Made]:
-        """Return the entries that count for a frame.
-
-        In a checkpointed region those of all threads do: a recomputation on another thread than the forward's must not
-        compile what that has run as it is.
-        """
-        owner, all_threads = _owner(frame, call), in_a_checkpoint()
-        return [made for made in self._entries(frame.f_code) if made.owner.counts_for(owner, all_threads=all_threads)]
-
-    def _limit(self, call: FrameType | None) -> int:
-        from torch._dynamo import config
-
-        guarded = self._calls.record(call)
-        return (guarded.recompile_limit if guarded else None) or _torchs_limit(config)
-
-    def _warn(self, code: CodeType, count: int, limit: int, whose: str) -> None:
-        if self._warned.get(id(code)) is code:
-            return
-        self._warned[id(code)] = code
-        me = threading.current_thread()
-        reasons = tuple(sorted({(made.thread, made.reason) for made in self._entries(code)}))
-        name, filename, line = events.described(code)
+    def _warn(self, code: CodeType, asked: _Asked, count: int, whose: str) -> None:
+        """Warn once for a callable, until Dynamo is reset."""
+        with self._guard:
+            if any(manager in self._warned for manager in asked.managers):
+                return
+            self._warned.update(asked.managers)
+        me, (name, filename, line) = threading.current_thread(), events.described(code)
+        reasons = tuple(sorted({(made.thread, made.reason) for made in asked.made}))
         events.publish(
             events.RecompileLimit(
-                name, filename, line, me.name, threading.get_ident(), events.clock(), limit, count, reasons
+                name, filename, line, me.name, threading.get_ident(), events.clock(), asked.limit, count, reasons
             )
         )
         listed = "".join(f"\n  thread {thread!r}: {reason}" for thread, reason in reasons)
         warnings.warn(
-            f"{name} ({filename}:{line}) has {count} graphs {whose}, and the limit is {limit}: calls "
+            f"{name} ({filename}:{line}) has {count} graphs {whose}, and the limit is {asked.limit}: calls "
             "that fit none of them run eagerly. Let what changes be dynamic, or raise the limit (recompile_limit=). "
             f"Why it was compiled, by thread:{listed}",
             RuntimeWarning,
@@ -210,22 +243,32 @@ def _owner(frame: Any, call: FrameType | None) -> _Owner:
     if call is not None:
         values += [call.f_locals["args"], call.f_locals["kwargs"]]
         things.append(call.f_locals["self"])
-    leaves = pytree.tree_leaves(values)
-    things += [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
-    if (instance := frame.f_locals.get("self")) is not None and hasattr(instance, "__weakref__"):
+    devices = set[str]()
+    for value in _inside(values):
+        if isinstance(value, torch.nn.Module):
+            things.append(value)
+        elif isinstance(value, torch.Tensor):
+            devices.add(str(value.device))
+    instance = frame.f_locals.get("self")
+    if hasattr(instance, "__weakref__") and not isinstance(instance, torch.Tensor):
         things.append(instance)
-    devices = {str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor)}
     # In their order: two modules can be called as (a, b) and as (b, a).
     same = tuple(dict.fromkeys(map(_Same, things)))
     return _Owner(weakref.ref(threading.current_thread()), same, tuple(sorted(devices)))
 
 
-def _runs_only_what_there_is(result: Any) -> bool:
-    """Tell whether a callback has returned that nothing more is to be compiled: the limit of all code is reached."""
-    from torch._dynamo.types import FrameAction  # type: ignore[attr-defined]
-
-    strategy = result.frame_exec_strategy
-    return strategy is not None and strategy.cur_action == FrameAction.RUN_ONLY
+def _inside(values: list[Any]) -> Iterator[Any]:
+    """Return what is in nested containers of Python's own: those of others would run code that is not ours."""
+    seen = set[int]()
+    while values and len(seen) < MOST_VALUES:
+        value = values.pop(0)
+        if type(value) in (list, tuple, dict):
+            if id(value) not in seen:
+                seen.add(id(value))
+                values += value.values() if type(value) is dict else value
+        else:
+            seen.add(id(value))
+            yield value
 
 
 def _torchs_limit(config: Any) -> int:
@@ -237,9 +280,4 @@ def _raises_at_the_limit(callback: Any) -> bool:
     """Tell whether the limit is an error: for ``fullgraph=True``, or for all."""
     from torch._dynamo import config
 
-    if config.fail_on_recompile_limit_hit:
-        return True
-    for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):  # in newer and in older torch
-        if hasattr(callback, name):
-            return bool(getattr(getattr(callback, name), "_one_graph", False))
-    return False
+    return bool(config.fail_on_recompile_limit_hit or getattr(converter_of(callback), "_one_graph", False))

@@ -29,6 +29,7 @@ from safecompile._patches.generators import States, default_generators
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.random_numbers import Draws, Recording, Replay, recompute_to_the_end
 from safecompile._patches.rewriting import copy_of, redirecting
+from safecompile._patches.running_as_it_is import regions
 
 __all__ = ["Region", "TorchCheckpoint"]
 
@@ -51,6 +52,13 @@ class Region:
         self._intra_op_threads = 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        before, regions.inside = regions.inside, True
+        try:
+            return self._call(args, kwargs)
+        finally:
+            regions.inside = before
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
         if self._again is None:
             # From torch 2.12 on it holds the compiler's configuration, which threads of the engine would not have.
             self._context = contextvars.copy_context()

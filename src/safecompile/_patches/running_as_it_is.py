@@ -10,7 +10,7 @@ from safecompile._core import events
 from safecompile._core.guarded import Guarded
 from safecompile._patches.per_call_settings import excuse_fullgraph_call
 
-__all__ = ["as_it_is", "can_run_once_as_it_is", "in_a_checkpoint", "run_once_as_it_is"]
+__all__ = ["as_it_is", "can_run_once_as_it_is", "in_a_checkpoint", "regions", "run_once_as_it_is"]
 
 
 def can_run_once_as_it_is() -> bool:
@@ -21,10 +21,18 @@ def can_run_once_as_it_is() -> bool:
 
 
 def in_a_checkpoint() -> bool:
-    """Tell whether a frame must save the same tensors as in a recomputation, which is compiled."""
+    """Tell whether a frame must save the same tensors, or draw the same numbers, as in a recomputation."""
     from torch._C._autograd import _top_saved_tensors_default_hooks
 
-    return _top_saved_tensors_default_hooks(True) is not None
+    return regions.inside or _top_saved_tensors_default_hooks(True) is not None
+
+
+class _Regions(threading.local):
+    inside = False
+
+
+regions = _Regions()
+"""Whether the calling thread is in a checkpointed region: reentrant ones of torch's show it by nothing else."""
 
 
 def run_once_as_it_is(code: CodeType, why: str, guarded: Guarded | None, *, use_cache: bool = False) -> Any:

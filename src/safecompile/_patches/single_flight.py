@@ -18,7 +18,7 @@ from safecompile._core.errors import WaitCycleError
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.arguments import Arguments
-from safecompile._patches.cache_entries import entries, entry_in, remember
+from safecompile._patches.cache_entries import entries, entry_in, has_entry, remember
 from safecompile._patches.company import alone
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.interpreter_exit import InterpreterExit
@@ -30,6 +30,9 @@ __all__ = ["SingleFlight"]
 
 # A miss that is one only for Dynamo's lookup (a guard that another thread's settings flip) must not go on for ever.
 MOST_TRIES = 100
+
+# How many entries of Dynamo's cache are asked why they do not fit: that takes time, under the lock.
+MOST_EXPLAINED = 32
 
 # The references to an object of a list in a loop over it: the list's, the variable's and sys.getrefcount's own.
 NOBODY_ELSE = 3
@@ -108,7 +111,7 @@ class SingleFlight(PatchPoint):
         an entry that is there: it would wait for the lock, and compile it once more.
         """
         retry = self._retry_frame(self._caller(sys._getframe(1)))
-        if retry is not None and retry.f_locals["tries"] < MOST_TRIES and _has_entry(callback, args[0]):
+        if retry is not None and retry.f_locals["tries"] < MOST_TRIES and has_entry(callback, args[0]):
             raise LookAgain
         try:
             return call_back(*args, **kwargs)
@@ -141,7 +144,7 @@ class SingleFlight(PatchPoint):
             result = events.watched(
                 events.Compile.of(code, self._calls.guarded_in(caller)),
                 lambda: _blamed(convert, args, kwargs),
-                reasons=lambda: events.explain(list(entries(converter, frame)), frame),
+                reasons=lambda: events.explain(list(entries(converter, frame))[-MOST_EXPLAINED:], frame),
                 made=entry_in,
             )
         entry = entry_in(result)
@@ -196,11 +199,16 @@ class SingleFlight(PatchPoint):
             caller = cast("FrameType", caller.f_back)
         return caller if caller.f_code is RESUME_CODE or self._calls.catch(caller.f_code) else None
 
+    def begins(self, frame: FrameType) -> bool:
+        """Tell, from a frame of Dynamo's callback, whether nothing of a guarded call has run yet."""
+        retry = self._retry_frame(self._caller(frame))
+        return retry is not None and retry.f_code is not RESUME_CODE
+
     def _finished_meanwhile(self, converter: Any, frame: Any) -> bool:
         """Look in Dynamo's cache again, for a frame that cannot be called again (a function called in an eager part)."""
         if not self._gate.finished_elsewhere(frame.f_code):
             return False
-        return can_run_once_as_it_is() and not in_a_checkpoint() and _has_entry(converter, frame)
+        return can_run_once_as_it_is() and not in_a_checkpoint() and has_entry(converter, frame)
 
 
 def _calls_forward_first(frame: FrameType) -> bool:
@@ -236,11 +244,6 @@ def _converted(convert: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         except Exception:
             if state.check() or alone():
                 raise
-
-
-def _has_entry(callback: Any, frame: Any) -> bool:
-    """Tell whether Dynamo's cache has an entry for this frame."""
-    return any(entry.guard_manager.check(frame.f_locals) for entry in entries(callback, frame))
 
 
 def _inserted(guard_manager: Any) -> Callable[[], bool]:
