@@ -39,7 +39,7 @@ def _line(event: Any) -> tuple[int, str]:
         key = (event.function, event.filename, event.line)
         level = logging.DEBUG if key in _ran_eagerly else logging.INFO
         _ran_eagerly.add(key)
-        return level, f"{place} runs eagerly, this once, in thread {event.thread!r}: {event.reason}"
+        return level, f"{place} runs eagerly in thread {event.thread!r}: {event.reason}"
     assert isinstance(event, RecompileLimit)  # noqa: S101
     graphs = "; ".join(f"thread {thread!r}: {reason}" for thread, reason in event.reasons)
     return logging.INFO, f"{place} has {event.count} graphs, and its recompile limit is {event.limit}: {graphs}"

@@ -56,9 +56,9 @@ def subscribe(callback: Callable[[Any], object], *kinds: type[Any]) -> Subscript
     """Call ``callback`` with each event of these kinds from now on, until the subscription is closed.
 
     It is called in the thread that the event happened in, after it, and before that thread goes on. For a compile, a
-    recompile limit, a wait that got the lock and most eager runs that thread holds ``fx_trace_lock``, so that all other
-    compiles wait for the callback; it must be quick (count, append, put into a queue), must not wait for another
-    thread, and must not call compiled code. For a call the lock is not held. What the callback raises is logged under
+    wait that got the lock and some eager runs that thread holds ``fx_trace_lock``, so that all other compiles wait for
+    the callback; it must be quick (count, append, put into a queue), must not wait for another thread, and must not call
+    compiled code. For calls and recompile limits the lock is not held. What the callback raises is logged under
     ``safecompile`` and goes no further, except for what is no ``Exception``, e.g. ``KeyboardInterrupt``.
 
     Told are compiles and calls that begin, and all else that ends, from now on. The patches are installed; after
