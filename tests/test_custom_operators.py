@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 
 PROGRAM = """
 import sys, threading, torch, safecompile
@@ -36,8 +36,8 @@ assert not any(isinstance(code, BaseException) for code in codes), codes
 
 
 def test_the_fake_kernel_of_a_custom_operator_has_the_context_of_its_own_trace() -> None:
-    run_isolated(PROGRAM, ["library"]).check()
+    run_forked(PROGRAM, ["library"]).check()
 
 
 def test_control_with_torch_alone_it_has_the_context_of_another_threads_trace() -> None:
-    assert run_isolated(PROGRAM, ["alone"]).rc == 3
+    assert run_forked(PROGRAM, ["alone"]).rc == 3

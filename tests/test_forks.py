@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked, run_isolated
 
 PROGRAM = """
 import faulthandler, itertools, os, random, sys, threading, traceback
@@ -107,7 +107,7 @@ thread.join()
 
 def free_in_a_child(way: str) -> bool:
     """Tell whether a child can use a cached property that another thread was computing at the fork."""
-    return run_isolated(IN_A_PROPERTY, [way]).check().stdout.split() == ["0"]
+    return run_forked(IN_A_PROPERTY, [way]).check().stdout.split() == ["0"]
 
 
 locked = pytest.mark.skipif(sys.version_info >= (3, 12), reason="cached properties have no lock from Python 3.12 on")

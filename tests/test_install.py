@@ -69,7 +69,8 @@ def test_importing_and_decorating_change_nothing_and_the_first_call_installs() -
 
 
 def test_uninstall_restores_every_attribute_and_all_code() -> None:
-    run_forked("""
+    run_forked(
+        """
         import math, re, threading
         import torch
         import safecompile
@@ -100,7 +101,9 @@ def test_uninstall_restores_every_attribute_and_all_code() -> None:
                    "torch._dynamo.convert_frame", "torch._dynamo.output_graph", "torch.export", "torch.utils._python"))]
         assert private == [], private
         assert type(torch.compiler).__name__ == type(math).__name__ == "module"
-    """).check()
+    """,
+        timeout=100,
+    ).check()
 
 
 def test_install_is_idempotent() -> None:

@@ -408,7 +408,7 @@ def test_decorated_functions_and_modules_reach_a_spawned_process() -> None:
             assert value == [4.5, 4.5], value
             assert compiled == 2, compiled
         """,
-        timeout=40,
+        timeout=100,
     ).check()
 
 

@@ -16,7 +16,7 @@ import torch
 import safecompile
 from safecompile import thread_safe_compile
 from tests.helpers.backends import AotCountingBackend, CountingBackend
-from tests.helpers.subprocess_run import run_isolated
+from tests.helpers.subprocess_run import run_forked
 from tests.helpers.threads import run_threads, switch_interval
 from tests.helpers.torch_version import unheard_of
 from tests.helpers.tracing import TRACES, Model, held_trace
@@ -305,5 +305,5 @@ print(json.dumps({"held": held, "stream": sorted(stream_wrong)}))
 
 @unheard_of((2, 13), "is_compiling() in optimizers beside a compile")
 def test_control_steps_beside_compiles_are_others_with_torch_alone() -> None:
-    wrong = json.loads(run_isolated(CONTROL, timeout=100).check().stdout)
+    wrong = json.loads(run_forked(CONTROL, timeout=100).check().stdout)
     assert wrong == {"held": [list(variant) for variant in VARIANTS], "stream": sorted(OPTIMIZERS)}

@@ -15,7 +15,7 @@ import torch
 import safecompile
 from safecompile import fx_trace_lock, thread_safe_compile
 from tests.helpers import stress_program
-from tests.helpers.subprocess_run import IsolatedResult, run_isolated
+from tests.helpers.subprocess_run import IsolatedResult, run_forked, run_isolated
 from tests.helpers.threads import run_threads
 from tests.helpers.torch_version import TORCH
 
@@ -167,11 +167,11 @@ assert outcomes == [None, None], outcomes
 
 @pytest.mark.parametrize("company", ["compile", "export"])
 def test_traced_modules_are_compiled_after_a_strict_export_that_overlapped(company: str) -> None:
-    run_isolated(OVERLAPPING, ["library", company]).check()
+    run_forked(OVERLAPPING, ["library", company]).check()
 
 
 def test_control_traced_modules_are_not_compiled_after_strict_exports_of_torch_alone_overlapped() -> None:
-    result = run_isolated(OVERLAPPING, ["alone", "export"])
+    result = run_forked(OVERLAPPING, ["alone", "export"])
     assert result.rc == (3 if TORCH >= (2, 9) else 1), result  # with torch 2.6 and 2.8 the exports themselves fail
 
 
@@ -212,11 +212,11 @@ faulthandler.cancel_dump_traceback_later()
     "but not any code that has a weak reference with a callback",
 )
 def test_a_stack_that_torch_has_kept_is_freed_while_another_thread_takes_one() -> None:
-    run_isolated(FREED_CODE, ["library"]).check()
+    run_forked(FREED_CODE, ["library"]).check()
 
 
 def test_control_a_stack_that_torch_alone_frees_while_another_thread_takes_one_hangs() -> None:
-    result = run_isolated(FREED_CODE, ["alone"])
+    result = run_forked(FREED_CODE, ["alone"])
     assert result.rc == 1 and "Timeout (0:00:03)!" in result.stderr
 
 
@@ -274,9 +274,9 @@ assert not nodes, nodes
 
 
 def test_threads_that_use_one_parameter_do_not_meet_the_anomaly_mode_of_another_threads_compile() -> None:
-    run_isolated(ANOMALY, ["library"]).check()
+    run_forked(ANOMALY, ["library"]).check()
 
 
 def test_control_threads_that_use_one_parameter_beside_a_compile_of_torch_alone_hang() -> None:
-    result = run_isolated(ANOMALY, ["alone"])
+    result = run_forked(ANOMALY, ["alone"])
     assert result.rc == 1 and "Timeout (0:00:03)!" in result.stderr

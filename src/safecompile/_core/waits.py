@@ -101,11 +101,16 @@ def _named(frame: FrameType) -> Iterator[Any]:
         yield from (attributes[name] for name in names if name in attributes)
 
 
+_OF_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
 def _variables(frame: FrameType) -> dict[str, Any]:
     """Return a copy of the variables of a function, or nothing if that could be noticed."""
     code = frame.f_code
     if not code.co_flags & inspect.CO_OPTIMIZED or frame.f_trace is not None or _shows_its_locals(code):
         return {}
+    if code.co_flags & _OF_GENERATORS and sys.version_info >= (3, 13):
+        return {}  # the variables can be gone with the generator: CPython reads them all the same, and crashes
     variables = dict(frame.f_locals)
     if sys.version_info < (3, 13):
         frame.f_locals.clear()  # the frame would keep this copy, and what is in it
