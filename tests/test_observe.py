@@ -318,12 +318,12 @@ def test_the_log_tells_long_waits_first_eager_runs_and_limits_at_info(
         )
     assert records(caplog, logging.INFO) == [
         "thread 'one' waited 1.500 s for the FX-trace lock",
-        "f (f.py:1) runs eagerly, this once, in thread 'main': a test",
+        "f (f.py:1) runs eagerly in thread 'main': a test",
         "f (f.py:1) has 2 graphs, and its recompile limit is 2: thread 'one': first call; thread 'two': grad mode changed",
     ]
     assert records(caplog, logging.DEBUG) == [
         "thread 'one' waited 0.500 s for the FX-trace lock",
-        "f (f.py:1) runs eagerly, this once, in thread 'main': a test",
+        "f (f.py:1) runs eagerly in thread 'main': a test",
     ]
 
 
