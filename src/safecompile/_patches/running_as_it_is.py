@@ -22,9 +22,10 @@ def can_run_once_as_it_is() -> bool:
 
 def in_a_checkpoint() -> bool:
     """Tell whether a frame must save the same tensors, or draw the same numbers, as in a recomputation."""
-    from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._C import _autograd
 
-    return regions.inside or _top_saved_tensors_default_hooks(True) is not None
+    top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)  # not in torch 2.6
+    return regions.inside or (top is not None and top(True) is not None)
 
 
 class _Regions(threading.local):
