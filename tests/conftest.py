@@ -36,6 +36,15 @@ def device_guard_of_the_main_thread() -> None:
     ask_for_the_device_guard()
 
 
+@pytest.fixture(autouse=True)
+def threads_start_with_as_many_intra_op_threads() -> Iterator[None]:
+    """Let no test decide for the next: who sets their number for a thread does so for all that start later, too."""
+    yield
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Start with nothing compiled, and leave nothing compiled and nothing patched behind."""

@@ -23,9 +23,7 @@ eager = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Li
 
 
 def application(backend: str = "inductor") -> FastAPI:
-    model = thread_safe_compile(
-        eager.forward, backend=backend, dynamic=False, recompile_limit=16, when_compiling="eager"
-    )
+    model = thread_safe_compile(eager.forward, backend=backend, dynamic=False, when_compiling="eager")
     with torch.inference_mode():
         context = capture_context()
 

@@ -189,8 +189,9 @@ class ThreadContext:
             torch.accelerator.set_stream(self._stream)
         if torch.is_inference_mode_enabled() != self._inference:
             undo.enter_context(torch.inference_mode(self._inference))
+        autocasts = any(enabled for enabled, _ in self._autocast.values())
+        cache = self._autocast_cache and not (autocasts and for_good)
         for device, (enabled, dtype) in self._autocast.items():
-            cache = self._autocast_cache and not (enabled and for_good)
             if (*_autocast(device), torch.is_autocast_cache_enabled()) != (enabled, dtype, cache):
                 undo.enter_context(torch.autocast(device, dtype, enabled, cache))
         # Last, for inference mode sets it as well.
