@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import CodeType, FrameType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,10 +77,8 @@ class _Asked:
     guarded: Guarded | None
     owner: _Owner
     limit: int
-    managers: list[Any]
-    """The guard managers of all its entries in Dynamo's cache."""
     made: list[_Made]
-    """What is known of them."""
+    """What is known of its entries in Dynamo's cache. Not they themselves: who waits for the lock must not keep them."""
     all_threads: bool
     """Whether the graphs of all threads count: in a checkpointed region. A recomputation on another thread than the
     forward's must not compile what that has run as it is."""
@@ -141,7 +139,7 @@ class RecompileBudget(PatchPoint):
         asked, before = self._ask(callback, frame), self._mine.asked
         stops = can_run_once_as_it_is() and not _raises_at_the_limit(callback)
         if stops and asked.count >= asked.limit:
-            self._warn(frame.f_code, asked, asked.count, f"for thread {threading.current_thread().name!r}")
+            self._warn(callback, frame, asked, asked.count, f"for thread {threading.current_thread().name!r}")
             why = f"it has reached its recompile limit of {asked.limit}"
             # In a region not what may be in the cache by now and not later, or the other way round.
             return run_once_as_it_is(frame.f_code, why, asked.guarded, use_cache=not in_a_checkpoint())
@@ -151,7 +149,7 @@ class RecompileBudget(PatchPoint):
         finally:
             self._mine.asked = before
         if stops and asked.exceeded and getattr(result, "apply_to_code", False):
-            self._warn(frame.f_code, replace(asked, limit=asked.exceeded[1]), asked.exceeded[0], "for all")
+            self._warn(callback, frame, replace(asked, limit=asked.exceeded[1]), asked.exceeded[0], "for all")
             return replace(result, apply_to_code=False)
         return result
 
@@ -161,13 +159,12 @@ class RecompileBudget(PatchPoint):
         call = self._calls.call_in(sys._getframe(1))
         guarded, owner, all_threads = self._calls.record(call), _owner(frame, call), in_a_checkpoint()
         limit = guarded.recompile_limit if guarded else getattr(converter_of(callback), "_recompile_limit", None)
-        known = [(entry.guard_manager, self._made.get(entry.guard_manager)) for entry in entries(callback, frame)]
+        known = [self._made.get(entry.guard_manager) for entry in entries(callback, frame)]
         return _Asked(
             guarded,
             owner,
             limit or _torchs_limit(config),
-            [manager for manager, _ in known],
-            [made for _, made in known if made],
+            [made for made in known if made],
             all_threads=all_threads,
         )
 
@@ -213,13 +210,14 @@ class RecompileBudget(PatchPoint):
             asked.exceeded = number, getattr(config, setting)
         return exceeded, setting
 
-    def _warn(self, code: CodeType, asked: _Asked, count: int, whose: str) -> None:
+    def _warn(self, callback: Any, frame: Any, asked: _Asked, count: int, whose: str) -> None:
         """Warn once for a callable, until Dynamo is reset."""
+        managers = [entry.guard_manager for entry in entries(callback, frame)]
         with self._guard:
-            if any(manager in self._warned for manager in asked.managers):
+            if any(manager in self._warned for manager in managers):
                 return
-            self._warned.update(asked.managers)
-        me, (name, filename, line) = threading.current_thread(), events.described(code)
+            self._warned.update(managers)
+        me, (name, filename, line) = threading.current_thread(), events.described(frame.f_code)
         reasons = tuple(sorted({(made.thread, made.reason) for made in asked.made}))
         events.publish(
             events.RecompileLimit(

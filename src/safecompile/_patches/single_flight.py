@@ -34,6 +34,8 @@ MOST_TRIES = 100
 # How many entries of Dynamo's cache are asked why they do not fit: that takes time, under the lock.
 MOST_EXPLAINED = 32
 
+_WAS_INSERTED = "safecompile_was_inserted"
+
 # The references to an object of a list in a loop over it: the list's, the variable's and sys.getrefcount's own.
 NOBODY_ELSE = 3
 
@@ -96,6 +98,7 @@ class SingleFlight(PatchPoint):
         invalidate(*args, **kwargs)
         if checked is not None and made.guard_manager is not checked:
             made.guard_manager.in_place_of = checked
+            setattr(checked, _WAS_INSERTED, True)  # or else who waits to see it in its place would wait in vain
 
     def _reset(self, reset: Callable[[], None], _: Any, args: Any, kwargs: Any) -> None:
         exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # older torch has one of them
@@ -251,6 +254,6 @@ def _inserted(guard_manager: Any) -> Callable[[], bool]:
 
     def inserted() -> bool:
         manager = reference()
-        return manager is None or manager.cache_entry is not None
+        return manager is None or manager.cache_entry is not None or hasattr(manager, _WAS_INSERTED)
 
     return inserted
