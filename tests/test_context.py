@@ -68,6 +68,9 @@ def default_device(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+        kept: Any = vars(torch)["_GLOBAL_DEVICE_CONTEXT"]
+        if getattr(kept, "device_context", device) is None:  # get_default_device() of torch 2.8 and older raises then
+            del kept.device_context
 
 
 @contextlib.contextmanager
