@@ -443,9 +443,9 @@ def test_a_module_at_the_address_of_one_that_is_gone_may_have_a_generator() -> N
         for _ in range(100):
             module, x = Holder(None), ones()
             backward(checkpoint(module, x), x)
-            before = id(module)
+            generator, before = own(), id(module)
             del module
-            module = Holder(own())
+            module = Holder(generator)  # nothing is made in between that could take the place
             met += id(module) == before
             y = checkpoint(module, x)
             assert torch.equal(y, value)
