@@ -40,10 +40,9 @@ def test_graphs_that_threads_give_to_inductor_are_compiled_one_after_the_other()
 @pytest.mark.inductor
 @pytest.mark.hang_timeout(400)
 def test_control_threads_that_give_graphs_to_inductor_fail_with_torch_alone() -> None:
-    for _ in range(3):  # a loaded machine may let them compile one after the other
-        result = ended("alone")
-        if result.rc != 0:
-            break
+    result = ended("alone")
+    for _ in range(2):  # a loaded machine may let them compile one after the other
+        result = result if result.rc != 0 else ended("alone")
     assert result.rc != 0
     errors = ("Duplicate pattern", "CURRENT_PATCHER", "prior should be empty when entering ConfigPatch")
     assert any(error in result.stderr for error in errors), result.stderr
