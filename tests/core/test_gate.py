@@ -10,7 +10,7 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import frontrun  # type: ignore[import-untyped]
@@ -514,7 +514,16 @@ class FirstCallFlag(Simulation):
 
 
 @pytest.fixture
-def explore(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def no_collection() -> Iterator[None]:
+    """Keep the collector away: what hypothesis has it call would be scheduled inside the checker's own scheduler."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def explore(monkeypatch: pytest.MonkeyPatch, no_collection: None) -> Callable[..., Any]:
     """The model checker: all orders of the bytecodes that matter, with at most two switches away from a runnable thread."""
     monkeypatch.setenv("FRONTRUN_ACTIVE", "1")
 
