@@ -128,6 +128,7 @@ def test_children_forked_at_any_moment_can_do_everything() -> None:
     assert run_isolated(PROGRAM, ["library", "12", "60"], timeout=200).check().stdout.split() == ["0"]
 
 
-@pytest.mark.hang_timeout(240)
+@pytest.mark.hang_timeout(640)
 def test_control_some_children_of_torch_alone_hang_or_fail() -> None:
-    assert run_isolated(PROGRAM, ["alone", "5", "5"], timeout=200).stdout.split() != ["0"]
+    # All of them may have been forked in a good moment.
+    assert any(run_isolated(PROGRAM, ["alone", "5", "5"], timeout=200).stdout.split() != ["0"] for _ in range(3))
