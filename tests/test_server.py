@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -15,9 +14,9 @@ import torch
 import safecompile
 from benchmarks.server import CLIENTS, application, running, tiny_model, tokens
 from safecompile import capture_context, statistics, thread_safe_compile, warmup
-from safecompile._core.guarded import CallableStatistics, Guarded
 from safecompile.testing import CompileLimitError, no_compiles
 from tests.helpers.backends import CountingBackend
+from tests.helpers.counts import counted
 from tests.helpers.threads import run_threads, wait_until
 from tests.helpers.torch_version import lacks
 
@@ -101,13 +100,6 @@ class HeldUntilAnswered(CountingBackend):
         self.through += 1
 
 
-def counted(model: Any) -> CallableStatistics:
-    """Return the counts of one guarded module: others have the same forward."""
-    context = inspect.getclosurevars(type(model).forward).nonlocals["self"]
-    record: Guarded = vars(context)["_safecompile_guarded"]
-    return record.statistics()
-
-
 @one_graph
 def test_each_shape_is_compiled_once_while_new_ones_come() -> None:
     backend = CountingBackend()
@@ -116,7 +108,7 @@ def test_each_shape_is_compiled_once_while_new_ones_come() -> None:
     load.run(model)
     assert load.answered >= 32 * len(LENGTHS)
     assert backend.count == len(LENGTHS)
-    assert (counted(model).compiles, counted(model).eager_runs) == (len(LENGTHS), 0)
+    assert (counted(type(model).forward).compiles, counted(type(model).forward).eager_runs) == (len(LENGTHS), 0)
 
 
 @lacks((2, 7), "a frame that runs eagerly this once")
@@ -126,8 +118,8 @@ def test_requests_are_answered_while_each_new_shape_is_compiled() -> None:
     backend.load = Load(LENGTHS[:2], lambda _: backend.through if backend.through < 2 else None)
     backend.load.run(model)
     assert backend.load.answered >= 2 * FURTHER
-    assert backend.count == counted(model).compiles == 2
-    assert counted(model).eager_runs >= FURTHER
+    assert backend.count == counted(type(model).forward).compiles == 2
+    assert counted(type(model).forward).eager_runs >= FURTHER
 
 
 @one_graph

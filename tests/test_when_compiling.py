@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 import safecompile
 from safecompile import CompileInProgressError, checkpoint, fx_trace_lock, statistics, thread_safe_compile
 from safecompile._core import events
-from safecompile._core.guarded import CallableStatistics, Guarded
 from safecompile.observe import EagerRun
 from tests.helpers.backends import AotCountingBackend, CountingBackend
+from tests.helpers.counts import counted
 from tests.helpers.threads import run_threads, wait_until
 from tests.helpers.torch_version import lacks
 
@@ -91,13 +90,6 @@ def a_compile_elsewhere(function: Callable[[Tensor], Tensor] = cold) -> Iterator
         backend.release.set()
         thread.join(60)
     assert not thread.is_alive()
-
-
-def counted(guarded: Any) -> CallableStatistics:
-    """Return the counts of one guarded callable: several have the same function here."""
-    context = inspect.getclosurevars(guarded).nonlocals["self"]
-    record: Guarded = vars(context)["_safecompile_guarded"]
-    return record.statistics()
 
 
 # ------------------------------------------------------------------------------------------------------------- eager

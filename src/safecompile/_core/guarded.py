@@ -10,7 +10,15 @@ from typing import Literal
 
 from safecompile._core.forks import lock_across_forks
 
-__all__ = ["WHEN_COMPILING", "CallableStatistics", "Guarded", "WhenCompiling", "statistics_of_all", "warming"]
+__all__ = [
+    "WHEN_COMPILING",
+    "CallableStatistics",
+    "Guarded",
+    "WhenCompiling",
+    "count_so_far",
+    "statistics_of_all",
+    "warming",
+]
 
 WhenCompiling = Literal["wait", "eager", "error"]
 WHEN_COMPILING = ("wait", "eager", "error")
@@ -39,6 +47,11 @@ class CallableStatistics:
     recompile limit."""
     reasons: tuple[tuple[str, int], ...]
     """Why it was compiled, as :class:`safecompile.observe.Compile` says it, and how often for that reason."""
+
+
+def count_so_far(counter: itertools.count[int]) -> int:
+    """Return what a counter gives next, without counting: nothing but its text tells it."""
+    return int(repr(counter)[len("count(") : -1])
 
 
 class _Warming(threading.local):
@@ -108,7 +121,7 @@ class Guarded:
                 name=self.name,
                 filename=self.filename,
                 line=self.line,
-                calls=int(repr(self.calls)[len("count(") : -1]),  # nothing else tells it without counting
+                calls=count_so_far(self.calls),
                 compiles=self._compiles,
                 compile_seconds=self._compile_seconds,
                 waits=self._waits,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from safecompile._core.events import Call, Compile, EagerRun, RecompileLimit, Wait, clock
+from safecompile._core.guarded import count_so_far
 from safecompile.observe._subscription import KINDS, subscribe
 
 __all__ = ["timeline"]
@@ -174,8 +175,8 @@ class _Recorder:
         other = {
             "torch": str(torch.__version__),
             "began": self._unix_time,
-            "dropped_warm_calls": _count(self._dropped["warm"]),
-            "dropped_other_events": _count(self._dropped["other"]),
+            "dropped_warm_calls": count_so_far(self._dropped["warm"]),
+            "dropped_other_events": count_so_far(self._dropped["other"]),
         }
         yield f'\n], "displayTimeUnit": "ms", "otherData": {json.dumps(other)}}}\n'
 
@@ -201,7 +202,3 @@ def _described(event: Any) -> tuple[str, str, dict[str, Any]]:
 
 def _line(event: dict[str, Any], before: str = ",\n") -> str:
     return before + json.dumps(event)
-
-
-def _count(counter: itertools.count[int]) -> int:
-    return int(repr(counter)[len("count(") : -1])
