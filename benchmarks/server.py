@@ -5,6 +5,7 @@ with the newest sequence length: a new one comes every second, and its graph is 
 (``when_compiling="eager"``). Then the same load is measured again with everything compiled and, for as long as each
 compile took, one thread that does nothing but run Python; requests of the length in question run uncompiled meanwhile, as
 they did before. The ratio is what a compile costs beyond the core and the share of the interpreter that any thread takes.
+Every answer is compared with what the model gives uncompiled: one that differs by more than ``TOLERANCE`` is an error.
 
 Last, after ``warmup``, a load of ``--seconds`` in which no thread may compile anything.
 
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ clock = time.perf_counter
 Answer = tuple[float, float, str]  # when it came, after how many seconds, and the error if it was one
 CLIENTS = 16
 FIRST_LENGTH, VOCABULARY = 4, 64
+TOLERANCE = 1e-4  # of a logit, absolute and relative: compiled code adds up in another order
+Expected = Mapping[str, Sequence[float]]  # the logits that follow each `request`
 
 
 def tiny_model() -> Any:
@@ -62,6 +65,19 @@ def tiny_model() -> Any:
 
 def tokens(length: int, salt: int = 0) -> list[int]:
     return [(salt + place * place + length) % VOCABULARY for place in range(length)]
+
+
+def request(length: int, client: int) -> str:
+    return f"{length} ids of client {client}"
+
+
+def answers_of(model: Any, lengths: Iterable[int]) -> Expected:
+    """Return what the model answers to every client's ids of each length."""
+    import torch
+
+    each = [(length, client) for length in lengths for client in range(CLIENTS)]
+    with torch.no_grad():
+        return {request(*one): model(torch.tensor([tokens(*one)]))[0, -1].tolist() for one in each}
 
 
 def application(answer: Callable[[Any], Any], context: Any) -> Any:
@@ -96,7 +112,7 @@ def running(app: Any) -> Iterator[str]:
             thread.join()
 
 
-def ask(url: str, seconds: float, interval: float, lengths: int) -> list[Answer]:
+def ask(expected: Expected, url: str, seconds: float, interval: float, lengths: int) -> list[Answer]:
     """Load the server with all clients; return when each answer came, after how long, and the error if it was one."""
     import httpx
 
@@ -111,10 +127,12 @@ def ask(url: str, seconds: float, interval: float, lengths: int) -> list[Answer]
                 length = FIRST_LENGTH + (newest if number % 2 else number // 2 % (newest + 1))
                 error = ""
                 try:
-                    connection.post("/logits", json=tokens(length, index)).raise_for_status()
+                    response = connection.post("/logits", json=tokens(length, index)).raise_for_status()
+                    took = clock() - now
+                    error = difference(response.json(), expected[request(length, index)])
                 except httpx.HTTPError as failed:
-                    error = repr(failed)
-                answers.append((clock() - begin, clock() - now, error))
+                    took, error = clock() - now, repr(failed)
+                answers.append((now + took - begin, took, error))
                 number += CLIENTS + 1
 
     threads = [threading.Thread(target=client, args=(index,)) for index in range(CLIENTS)]
@@ -125,9 +143,19 @@ def ask(url: str, seconds: float, interval: float, lengths: int) -> list[Answer]
     return answers
 
 
-def ask_from_elsewhere(url: str, *how: float) -> list[Answer]:
+def difference(found: Sequence[float], expected: Sequence[float]) -> str:
+    """Return how an answer differs from the expected one, or nothing where it does not."""
+    if len(found) != len(expected):
+        return f"{len(found)} logits, not {len(expected)}"
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if not math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            return f"logit {place} is {one:g}, not {other:g}"
+    return ""
+
+
+def ask_from_elsewhere(expected: Expected, url: str, *how: float) -> list[Answer]:
     command = [sys.executable, __file__, "--ask", url, *map(str, how)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=json.dumps(expected), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the clients ended with {done.returncode}:\n{done.stderr}")
     return [(at, took, error) for at, took, error in json.loads(done.stdout)]
@@ -182,18 +210,19 @@ def measure(backend: str, lengths: int, interval: float, seconds: float) -> None
     with torch.no_grad():
         context = capture_context()
     original, counting = tiny_model(), LengthsOf(backend)
+    all_lengths = range(FIRST_LENGTH, FIRST_LENGTH + lengths)
+    expected = answers_of(original, all_lengths)
     model = thread_safe_compile(
         tiny_model(), backend=counting, dynamic=False, recompile_limit=lengths, when_compiling="eager"
     )
-    # Starting the backend up is not what is measured, nor what a model does in its first call.
+    # Starting the backend up is not what is measured.
     thread_safe_compile(torch.nn.Linear(2, 2), backend=backend)(torch.ones(2, 2))
-    original(torch.tensor([tokens(FIRST_LENGTH)]))
 
     def load(answer: Callable[[Any, float], Any]) -> tuple[list[Answer], float]:
         beginning = Beginning(answer)
         with running(application(beginning, context)) as url:
             urllib.request.urlopen(f"{url}/openapi.json").close()  # it has begun, and imported what it imports then
-            return ask_from_elsewhere(url, lengths * interval, interval, lengths), beginning.at
+            return ask_from_elsewhere(expected, url, lengths * interval, interval, lengths), beginning.at
 
     with max_compiles(lengths) as limit:
         answers, at = load(lambda ids, _: model(ids))
@@ -207,19 +236,19 @@ def measure(backend: str, lengths: int, interval: float, seconds: float) -> None
     others = report("  without the requests that compile", sorted(answers, key=lambda one: one[1])[: -len(took)])
 
     ready = {one.length: one.end for one in compiled}
-    for length in range(FIRST_LENGTH, FIRST_LENGTH + lengths):
+    for length in all_lengths:
         with context:
             warmup(model, (torch.tensor([tokens(length)]),))
     beside = Beginning(lambda ids, at: (model if at >= ready.get(ids.shape[1], math.inf) else original)(ids))
     burner = threading.Thread(target=burn, args=(beside, compiled), daemon=True)
     burner.start()
     with no_compiles(), running(application(beside, context)) as url:
-        answers = ask_from_elsewhere(url, lengths * interval, interval, lengths)
+        answers = ask_from_elsewhere(expected, url, lengths * interval, interval, lengths)
     one_thread = report("beside one thread of Python", answers)
     print(f"99 %, compile to thread: {while_compiling / one_thread:.2f}, {others / one_thread:.2f} without")
 
     with no_compiles(), running(application(model, context)) as url:
-        report(f"{seconds:g} s after warmup, no compile", ask_from_elsewhere(url, seconds, 1e-6, lengths))
+        report(f"{seconds:g} s after warmup, no compile", ask_from_elsewhere(expected, url, seconds, 1e-6, lengths))
 
 
 def burn(beginning: Beginning, compiled: Sequence[Compiled]) -> None:
@@ -257,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.ask:
         url, seconds, interval, lengths = options.ask
-        print(json.dumps(ask(url, float(seconds), float(interval), int(float(lengths)))))
+        print(json.dumps(ask(json.load(sys.stdin), url, float(seconds), float(interval), int(float(lengths)))))
         return
     with tempfile.TemporaryDirectory() as cache:
         # No compile is taken from a cache, and nothing but the requests' threads compiles.

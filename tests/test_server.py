@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import safecompile
-from benchmarks.server import CLIENTS, application, running, tiny_model, tokens
+from benchmarks.server import CLIENTS, answers_of, application, request, running, tiny_model, tokens
 from safecompile import capture_context, statistics, thread_safe_compile, warmup
 from safecompile.testing import CompileLimitError, no_compiles
 from tests.helpers.backends import CountingBackend
@@ -40,13 +40,7 @@ class Load:
         self._lengths, self._newest, self._clients = lengths, newest, clients
         self._changed = threading.Condition()
         self._asked = self.answered = 0
-        eager = tiny_model()
-        with torch.no_grad():
-            self._expected = {
-                (client, length): eager(torch.tensor([tokens(length, client)]))[0, -1]
-                for client in range(clients)
-                for length in lengths
-            }
+        self._expected = answers_of(tiny_model(), lengths)
 
     def run(self, model: Any) -> None:
         """Serve the model until the load is over."""
@@ -67,7 +61,8 @@ class Load:
             while (length := self._next()) is not None:
                 response = connection.post("/logits", json=tokens(length, client))
                 response.raise_for_status()
-                torch.testing.assert_close(torch.tensor(response.json()), self._expected[client, length])
+                expected = self._expected[request(length, client)]
+                torch.testing.assert_close(torch.tensor(response.json()), torch.tensor(expected))
                 with self._changed:
                     self.answered += 1
                     self._changed.notify_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,8 @@ def test_traced_modules_are_compiled_after_a_strict_export_that_overlapped(compa
 
 def test_control_traced_modules_are_not_compiled_after_strict_exports_of_torch_alone_overlapped() -> None:
     result = run_forked(OVERLAPPING, ["alone", "export"])
-    assert result.rc == (3 if TORCH >= (2, 9) else 1), result  # with torch 2.6 and 2.8 the exports themselves fail
+    # With torch 2.6 and 2.8 the exports themselves fail; now and then they end the process (seen on 2.11).
+    assert result.rc in {3 if TORCH >= (2, 9) else 1, -signal.SIGSEGV}, result
 
 
 FREED_CODE = """
