@@ -45,6 +45,21 @@ def threads_start_with_as_many_intra_op_threads() -> Iterator[None]:
     torch.set_num_threads(torch.get_num_threads())
 
 
+@pytest.fixture(autouse=True)
+def dynamic_shapes_are_as_they_were() -> Iterator[None]:
+    """Fail the test that leaves their settings changed, as overlapping calls of torch alone do, and not one after it."""
+    from torch._dynamo import config
+
+    def now() -> tuple[bool, bool]:
+        return config.automatic_dynamic_shapes, config.assume_static_by_default
+
+    before = now()
+    yield
+    after = now()
+    config.automatic_dynamic_shapes, config.assume_static_by_default = before
+    assert after == before
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Start with nothing compiled, and leave nothing compiled and nothing patched behind."""
