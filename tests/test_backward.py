@@ -51,23 +51,29 @@ def test_stock_torch_compiles_a_first_backward_several_times() -> None:
         """
         import torch
         from tests.helpers.backends import AotCountingBackend
-        from tests.helpers.threads import gather_threads, switch_interval
+        from tests.helpers.threads import gather_threads, wait_until
         from tests.test_backward import cubic
 
-        counts = []
-        for attempt in range(20):
-            torch._dynamo.reset()
-            backend = AotCountingBackend()
-            f = torch.compile(cubic, backend=backend, dynamic=False)
-            outputs = [f(torch.randn(5, 4, requires_grad=True)).sum() for _ in range(16)]
-            with switch_interval(1e-6):
-                ends = gather_threads(lambda index: outputs[index].backward(), 16)
-            counts.append(backend.backward.count)
-            # Before torch 2.9 they fail before they compile: "Metric(s) ... have already been set".
-            if counts[-1] > 1 or any(isinstance(end, RuntimeError) for end in ends):
-                break
-        else:
-            raise SystemExit(f"the fault never showed: {counts}")
+        backend = AotCountingBackend(gated_backward=True)
+        f = torch.compile(cubic, backend=backend, dynamic=False)
+        outputs = [f(torch.randn(5, 4, requires_grad=True)).sum() for _ in range(2)]
+        failed = []
+
+        def second():
+            backend.backward.entered.wait()
+            try:
+                outputs[1].backward()
+            except RuntimeError as error:  # before torch 2.9, before it compiles: "Metric(s) ... have already been set"
+                failed.append(error)
+
+        def release():
+            try:
+                wait_until(lambda: backend.backward.count > 1 or failed)
+            finally:
+                backend.backward.release.set()
+
+        ends = gather_threads([outputs[0].backward, second, release])
+        assert ends[2] is None, ends
         """
     ).check()
 
