@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from backend import BACKEND
+from safecompile import thread_safe_compile
+
 Mask: TypeAlias = Tensor | BlockMask
 """A dense bool mask ``[batch, 1, N * B, S + N * B]`` (True: visible), or the same as a flex block mask."""
 
@@ -55,6 +58,10 @@ def dense_mask(anchors: Tensor, keep: Tensor, context_length: int, block_size: i
     )
 
 
+# Uncompiled it writes the dense mask, and several times: 6 ms at the paper's sizes on an H200, 0.4 ms compiled.
+_create_block_mask = thread_safe_compile(create_block_mask, backend=BACKEND, dynamic=False)
+
+
 def build_mask(anchors: Tensor, keep: Tensor, context_length: int, block_size: int) -> Mask:
     """Return the mask in the form that `attend` wants on the device of ``anchors``; arguments as in `mask_rule`.
 
@@ -66,7 +73,7 @@ def build_mask(anchors: Tensor, keep: Tensor, context_length: int, block_size: i
     batch, blocks = anchors.shape
     rows = blocks * block_size
     rule = mask_rule(anchors, keep, context_length, block_size)
-    return create_block_mask(rule, batch, None, rows, context_length + rows, device=anchors.device)
+    return _create_block_mask(rule, batch, None, rows, context_length + rows, device=anchors.device)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:

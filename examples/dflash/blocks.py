@@ -89,6 +89,11 @@ def labels(tokens: Tensor, loss_mask: Tensor, anchors: Tensor, keep: Tensor, blo
     return tokens.gather(1, inside), mask
 
 
+def drafted(rows: Tensor, block_size: int) -> Tensor:
+    """Leave each block's slot 0 out, which predicts nothing: ``[batch, N * B, ...]`` to ``[batch, N * (B - 1), ...]``."""
+    return rows.unflatten(1, (-1, block_size))[:, :, 1:].flatten(1, 2)
+
+
 def teacher_rows(target_hidden: Tensor, anchors: Tensor, block_size: int) -> Tensor:
     """Return the target's hidden state that predicts each row's label: the one at ``anchor + k - 1``.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from loss import GRADIENTS, Gradient
 from optimizer import OptimizerName
 
 BUNDLED_TARGET = Path(__file__).parent / "assets" / "target"
@@ -41,7 +42,8 @@ class Config:
         anchors: ``N``, blocks a sequence (paper: 512).
         gamma: decay of the position weights (paper: 7 for blocks of 16, 4 for blocks of 8).
         kl_weight: share of the soft-label divergence in the loss; the rest is cross entropy.
-        chunk_rows: rows of a sequence whose logits exist at once.
+        chunk_blocks: blocks of a sequence whose logits exist at once.
+        gradient: how the backward gets what it needs of a chunk, see `loss`: ``recomputed`` or ``in_forward``.
         steps: training steps.
         optimizer: ``adamw`` as in the paper, or ``muon``, which gets further in a short run.
         lr, muon_lr: peak learning rates of AdamW and of Muon.
@@ -75,7 +77,8 @@ class Config:
 
     gamma: float = 4.0
     kl_weight: float = 0.5
-    chunk_rows: int = 64
+    chunk_blocks: int = 8
+    gradient: Gradient = "recomputed"
 
     steps: int = 180
     optimizer: OptimizerName = "muon"
@@ -105,7 +108,7 @@ class Config:
             ConfigError: with one sentence that says what to change.
         """
         at_least_one = (
-            "targets drafters layers response_length prompt_length sequences uses batch anchors chunk_rows steps "
+            "targets drafters layers response_length prompt_length sequences uses batch anchors chunk_blocks steps "
             "queue_depth save_every eval_prompts eval_prompt_length eval_new_tokens"
         )
         for name in at_least_one.split():
@@ -117,9 +120,9 @@ class Config:
             raise ConfigError("response_length must be at least 2: an anchor and the token after it")
         if self.batch > self.sequences:
             raise ConfigError(f"batch is {self.batch}, but one batch of work holds only {self.sequences} sequences")
-        if self.anchors * self.block_size % self.chunk_rows:
+        if self.anchors % self.chunk_blocks:
             raise ConfigError(
-                f"chunk_rows ({self.chunk_rows}) must divide anchors * block_size ({self.anchors * self.block_size}), "
+                f"chunk_blocks ({self.chunk_blocks}) must divide anchors ({self.anchors}), "
                 "or the last chunk has a shape of its own and is compiled again"
             )
         if not 0 <= self.kl_weight <= 1:
@@ -131,6 +134,8 @@ class Config:
             raise ConfigError(f"warmup_ratio is {self.warmup_ratio}, it must lie between 0 and 1")
         if self.optimizer not in ("adamw", "muon"):
             raise ConfigError(f"optimizer is {self.optimizer!r}: use 'adamw' or 'muon'")
+        if self.gradient not in GRADIENTS:
+            raise ConfigError(f"gradient is {self.gradient!r}: use {' or '.join(map(repr, GRADIENTS))}")
         if self.taps is not None and len(set(self.taps)) < len(self.taps):
             raise ConfigError(f"taps are {self.taps}, each layer can be tapped once")
         self.devices()

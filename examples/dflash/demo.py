@@ -107,7 +107,7 @@ _INTEGERS = {
     "uses": "steps made with one batch of work",
     "prompt_length": "tokens of text that an answer is made to",
     "response_length": "tokens of an answer",
-    "chunk_rows": "rows whose logits exist at once",
+    "chunk_blocks": "blocks whose logits exist at once",
     "queue_depth": "batches of work that wait for one replica at most",
     "save_every": "steps between two savings of the drafter",
     "eval_prompts": "held-out prompts",

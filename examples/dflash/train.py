@@ -30,7 +30,7 @@ class Work:
 
     Attributes:
         tokens: int64 ``[sequences, S]``, a text's beginning and the target's answer.
-        loss_mask: bool ``[sequences, S]``, True on the answer up to the end of text.
+        loss_mask: bool ``[sequences, S]``, on the CPU, where anchors are drawn; True on the answer up to the end of text.
         features: of all tokens.
     """
 
@@ -84,7 +84,7 @@ def make_work(
     ends[:, : config.prompt_length] = 0  # a beginning may hold several texts; the answer is over at its own end
     ended = ends.cumsum(1) - ends
     loss_mask = (torch.arange(config.length, device=device) >= config.prompt_length) & (ended == 0)
-    return Work(tokens, loss_mask, target.forward(tokens))
+    return Work(tokens, loss_mask.cpu(), target.forward(tokens))
 
 
 def produce(
@@ -163,7 +163,7 @@ class Replica:
             clip=config.clip,
         )
         self._context_positions = torch.arange(config.length, device=self._device).unsqueeze(0)
-        self._weights = blocks.slot_weights(config.block_size, config.gamma).repeat(config.anchors).to(self._device)
+        self._weights = blocks.slot_weights(config.block_size, config.gamma)[1:].repeat(config.anchors).to(self._device)
         # A tensor, so that a schedule of it makes no new compiles.
         self._kl_weight = torch.tensor(config.kl_weight, device=self._device)
 
@@ -185,8 +185,7 @@ class Replica:
             self.waiting_seconds += time.monotonic() - asked
             for step in following:
                 monitor.now("trains")
-                loss = self.loss(work, step)
-                loss.backward()
+                loss = self.gradients(work, step)
                 monitor.now("waits for replicas")
                 exchange.average(self.index, self._optimizers.parameters)
                 monitor.now("trains")
@@ -195,6 +194,18 @@ class Replica:
                 monitor.count(self.config.batch * self.config.length)
                 report(step, self.losses[-1])
 
+    def step(self, work: Work, step: int) -> Tensor:
+        """Make one step alone, without other replicas; return its loss, a scalar tensor. Nothing waits for the device."""
+        loss = self.gradients(work, step)
+        self._optimizers.step()
+        return loss
+
+    def gradients(self, work: Work, step: int) -> Tensor:
+        """Let the parameters have the gradients of one step; return its loss, a scalar tensor."""
+        loss = self.loss(work, step)
+        loss.backward()
+        return loss.detach()
+
     def loss(self, work: Work, step: int) -> Tensor:
         """Return the loss of one step: some of the work's sequences, with anchors drawn for this step alone.
 
@@ -202,12 +213,13 @@ class Replica:
         """
         config = self.config
         key = (config.seed, "step", step, self.index)
-        rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch].to(work.tokens.device)
-        tokens, loss_mask = work.tokens[rows].to(self._device), work.loss_mask[rows].to(self._device)
-        tapped, normed = (f[rows].to(self._device) for f in work.features)
-        anchors, keep = blocks.sample_anchors(
-            loss_mask, config.anchors, [data.generator(*key, i) for i in range(config.batch)]
-        )
+        rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch]
+        # All that is drawn is on the CPU, and goes to the device without waiting for what that does: asking would leave it idle.
+        loss_mask = work.loss_mask[rows]
+        rngs = [data.generator(*key, i) for i in range(config.batch)]
+        anchors, keep, loss_mask = map(self._sent, (*blocks.sample_anchors(loss_mask, config.anchors, rngs), loss_mask))
+        rows = rows.to(work.tokens.device, non_blocking=True)
+        tokens, tapped, normed = (self._sent(x[rows]) for x in (work.tokens, *work.features))
         inputs = blocks.input_tokens(tokens, anchors, config.block_size, self._mask_id)
         labels, counts = blocks.labels(tokens, loss_mask, anchors, keep, config.block_size)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=config.autocast):
@@ -218,16 +230,24 @@ class Replica:
                 blocks.positions(anchors, config.block_size),
                 attention.build_mask(anchors, keep, config.length, config.block_size),
             )
+
+            def drafted(rows: Tensor) -> Tensor:
+                return blocks.drafted(rows, config.block_size)
+
             return chunked_loss(
-                draft_normed,
-                blocks.teacher_rows(normed, anchors, config.block_size),
+                drafted(draft_normed),
+                drafted(blocks.teacher_rows(normed, anchors, config.block_size)) if config.kl_weight else None,
                 self._weights,
-                counts,
+                drafted(counts),
                 self._vocabulary.head,
                 self._kl_weight,
-                labels,
-                chunk_rows=config.chunk_rows,
+                drafted(labels),
+                chunk_rows=config.chunk_blocks * (config.block_size - 1),
+                gradient=config.gradient,
             )
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
 
 
 class Training:

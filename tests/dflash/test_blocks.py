@@ -68,3 +68,11 @@ def test_every_candidate_is_drawn_about_as_often() -> None:
         drawn[anchors] += 1
     assert drawn.nonzero().flatten().tolist() == list(range(4, 11))
     assert drawn[4:11].min() > 60  # 100 expected; four standard deviations are 37
+
+
+def test_what_is_drafted_is_all_but_the_first_slot_of_each_block() -> None:
+    anchors, keep = torch.tensor([[4, 10]]), torch.tensor([[True, True]])
+    labels, counts = blocks.labels(TOKENS, ANSWER, anchors, keep, 4)
+    assert blocks.drafted(counts, 4).tolist() == [[True, True, True, True, False, False]]
+    assert blocks.drafted(labels, 4).tolist() == [[105, 106, 107, 111, 111, 111]]
+    assert blocks.drafted(labels.unsqueeze(-1), 4).shape == (1, 6, 1)

@@ -78,7 +78,7 @@ def arguments(target: Path, text: Path, run: Path) -> list[str]:
         ("--taps paper --target {shallow}", "2 layers has no 5 layers to tap"),
         ("--target {empty}", "no config.json"),
         ("--run {other}", "another configuration"),
-        ("--chunk-rows 7", "chunk_rows"),
+        ("--chunk-blocks 7", "chunk_blocks"),
     ],
 )
 def test_bad_input_is_one_clear_error_before_any_work(
