@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=3072)
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--chunk-blocks", type=int, default=128)
+    parser.add_argument("--chunk-blocks", type=int, default=256)
     parser.add_argument("--kl-weight", type=float, default=0.0)
     parser.add_argument("--gradient", choices=GRADIENTS, nargs="+", default=list(GRADIENTS))
     parser.add_argument("--steps", type=int, default=30)
