@@ -1,11 +1,14 @@
 """All options of a run, checked before any work."""
 
+# ruff: noqa: RUF009  # what `_option` returns is a dataclass field
+
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
@@ -13,108 +16,157 @@ from optimizer import OptimizerName
 
 BUNDLED_TARGET = Path(__file__).parent / "assets" / "target"
 
+LayerType = Literal["full_attention", "sliding_attention"]
+"""What a draft layer sees of the context: all before the anchor, or a window of it."""
+
 
 class ConfigError(ValueError):
     """An option, or a combination of options, that cannot work."""
+
+
+def _option(
+    default: Any,
+    meaning: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Return a field of `Config` that carries its help text and the range of its values, bounds that are None left out."""
+    limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    return field(
+        default=default,
+        metadata={"help": meaning, "limits": {name: value for name, value in limits.items() if value is not None}},
+    )
+
+
+_WITHIN: dict[str, Callable[[Any, float], bool]] = {
+    "at least": lambda value, limit: value >= limit,
+    "above": lambda value, limit: value > limit,
+    "at most": lambda value, limit: value <= limit,
+    "below": lambda value, limit: value < limit,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Options of a run; the defaults are the demo's, made for two CPU cores and a few minutes.
 
-    Attributes:
-        seed: everything random follows from it.
-        device: ``auto`` for all GPUs there are, or the CPU if there is none; ``cpu``; ``cuda`` for all GPUs; or a map, the names of
-            devices separated by commas: threads, targets first, go onto them in turn.
-        target: folder of the target, in Hugging Face's layout.
-        trust_remote_code: run Python code that comes with the target.
-        text: folder of text; None for the standard library's sources.
-        targets, drafters: number of target and drafter threads.
-        layers: draft layers (paper: 5).
-        block_size: ``B``, anchor included (paper: 16).
-        taps: target layers whose outputs are the features; None for the paper's choice, which needs a deep target.
-        prompt_length, response_length: tokens of a training sequence, text and target's answer.
-        temperature: of every second answer; the others are greedy.
-        sequences: sequences in one batch of work, generated together.
-        uses: training steps made with one batch of work before the next, each with other anchors.
-        batch: sequences in one training step of one replica.
-        anchors: ``N``, blocks a sequence (paper: 512).
-        gamma: decay of the position weights (paper: 7 for blocks of 16, 4 for blocks of 8).
-        kl_weight: share of the soft-label divergence in the loss; the rest is cross entropy.
-        chunk_rows: rows of a sequence whose logits exist at once.
-        steps: training steps.
-        optimizer: ``adamw`` as in the paper, or ``muon``, which gets further in a short run.
-        lr, muon_lr: peak learning rates of AdamW and of Muon.
-        warmup_ratio, clip: share of steps that warm up, and the largest gradient norm (paper, A.1).
-        autocast: compute forward passes in bfloat16; weights and optimizer stay in float32.
-        save_every: steps between two savings of the drafter.
-        queue_depth: batches of work that wait for one replica at most.
-        tau: acceptance length, on references that do not loop, that the trained drafter must reach.
-        eval_prompts, eval_prompt_length, eval_new_tokens: held-out prompts for speculative decoding.
+    Each field is a key of configuration files and an option of the command line (see ``options.py``). Its meaning and the range of
+    its values stand here alone, in the field's metadata.
     """
 
-    seed: int = 0
-    device: str = "auto"
-    target: Path = BUNDLED_TARGET
-    trust_remote_code: bool = False
-    text: Path | None = None
-    targets: int = 5
-    drafters: int = 3
+    seed: int = _option(0, "everything random follows from it", at_least=0)
+    device: str = _option(
+        "auto",
+        "auto for all GPUs there are, or the CPU if there is none; cpu; cuda for all GPUs; or a map such as cuda:0,cuda:1 that "
+        "the threads, targets first, are put onto in turn",
+    )
+    target: Path = _option(
+        BUNDLED_TARGET, "folder of the target, a causal language model in Hugging Face's layout (the bundled one)"
+    )
+    target_dtype: Literal["float32", "bfloat16"] = _option(
+        "float32", "precision of the target's weights and features; bfloat16 needs autocast"
+    )
+    trust_remote_code: bool = _option(False, "run Python code that comes with the target")
+    text: Path | None = _option(None, "folder of text (the standard library's sources)")
+    targets: int = _option(5, "target threads", at_least=1)
+    drafters: int = _option(3, "drafter threads", at_least=1)
 
-    layers: int = 2
-    block_size: int = 8
-    taps: tuple[int, ...] | None = (0, 1, 2)
+    layers: int = _option(2, "draft layers (paper: 5)", at_least=1)
+    block_size: int = _option(8, "tokens of a block, anchor included (paper: 16)", at_least=2)
+    taps: tuple[int, ...] | None = _option(
+        (0, 1, 2),
+        "target layers whose outputs are the features, such as 0,1,2; 'paper' for the paper's five",
+        at_least=0,
+    )
+    draft_heads: int | None = _option(None, "attention heads of a draft layer (the target's)", at_least=1)
+    draft_kv_heads: int | None = _option(None, "key/value heads of a draft layer (the target's)", at_least=1)
+    draft_head_dim: int | None = _option(None, "width of a draft layer's heads (the target's)", at_least=2)
+    draft_intermediate_size: int | None = _option(
+        None, "width of a draft layer's feed-forward part (the target's)", at_least=1
+    )
+    layer_types: tuple[LayerType, ...] | None = _option(
+        None, "full_attention or sliding_attention for each draft layer (all full)"
+    )
+    sliding_window: int = _option(2048, "context tokens that a sliding draft layer sees", at_least=1)
+    mask_token_id: int | None = _option(
+        None,
+        "id whose embedding fills draft slots (the tokenizer's mask token, or the first id past the tokenizer)",
+        at_least=0,
+    )
 
-    prompt_length: int = 128
-    response_length: int = 128
-    temperature: float = 0.6
-    sequences: int = 16
-    uses: int = 20
-    batch: int = 4
-    anchors: int = 16
+    prompt_length: int = _option(128, "tokens of text that an answer is made to", at_least=1)
+    response_length: int = _option(128, "tokens of an answer: an anchor and the token after it make 2", at_least=2)
+    temperature: float = _option(0.6, "of every second answer, the others are greedy", above=0)
+    sequences: int = _option(16, "sequences in one batch of work, generated together", at_least=1)
+    uses: int = _option(20, "training steps made with one batch of work, each with other anchors", at_least=1)
+    batch: int = _option(4, "sequences in one training step of one replica", at_least=1)
+    anchors: int = _option(16, "blocks a sequence (paper: 512)", at_least=1)
 
-    gamma: float = 4.0
-    kl_weight: float = 0.5
-    chunk_rows: int = 64
+    gamma: float = _option(4.0, "decay of the position weights (paper: 7 for blocks of 16, 4 for blocks of 8)", above=0)
+    kl_weight: float = _option(
+        0.5,
+        "share of the soft-label divergence in the loss, the rest is cross entropy (paper: 0)",
+        at_least=0,
+        at_most=1,
+    )
+    chunk_rows: int = _option(64, "rows of a sequence whose logits exist at once", at_least=1)
 
-    steps: int = 180
-    optimizer: OptimizerName = "muon"
-    lr: float = 3e-3
-    muon_lr: float = 4e-2
-    warmup_ratio: float = 0.04
-    clip: float = 1.0
-    autocast: bool = False
+    steps: int = _option(180, "training steps", at_least=1)
+    optimizer: OptimizerName = _option("muon", "adamw as in the paper, or muon, which gets further in a short run")
+    lr: float = _option(3e-3, "peak learning rate of AdamW (paper: 6e-4)", above=0)
+    muon_lr: float = _option(4e-2, "peak learning rate of Muon", above=0)
+    warmup_ratio: float = _option(0.04, "share of steps that warm up", at_least=0, below=1)
+    clip: float = _option(1.0, "largest norm of the gradient", above=0)
+    autocast: bool = _option(
+        False, "compute forward passes in bfloat16; the drafter's weights and optimizer stay in float32"
+    )
 
-    save_every: int = 45
-    queue_depth: int = 2
+    save_every: int = _option(45, "steps between two savings of the drafter", at_least=1)
+    queue_depth: int = _option(2, "batches of work that wait for one replica at most", at_least=1)
 
-    tau: float = 2.5
-    eval_prompts: int = 16
-    eval_prompt_length: int = 128
-    eval_new_tokens: int = 96
+    tau: float = _option(
+        2.5, "acceptance length, on references that do not loop, that the trained drafter must reach", at_least=1
+    )
+    eval_prompts: int = _option(16, "held-out prompts for speculative decoding", at_least=1)
+    eval_prompt_length: int = _option(128, "tokens of each", at_least=1)
+    eval_new_tokens: int = _option(96, "tokens of each response", at_least=1)
 
     @property
     def length(self) -> int:
         """Tokens of a training sequence, ``S``."""
         return self.prompt_length + self.response_length
 
-    def validate(self) -> None:
-        """Refuse what cannot work.
+    def check_ranges(self) -> None:
+        """Refuse a value that no other option could make right.
 
         Raises:
             ConfigError: with one sentence that says what to change.
         """
-        at_least_one = (
-            "targets drafters layers response_length prompt_length sequences uses batch anchors chunk_rows steps "
-            "queue_depth save_every eval_prompts eval_prompt_length eval_new_tokens"
-        )
-        for name in at_least_one.split():
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if self.block_size < 2:
-            raise ConfigError(f"block_size is {self.block_size}: an anchor and at least one draft slot make 2")
-        if self.response_length < 2:
-            raise ConfigError("response_length must be at least 2: an anchor and the token after it")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            for single in value if isinstance(value, tuple) else (value,):
+                choices = choices_of(option.name)
+                if choices and single is not None and single not in choices:
+                    raise ConfigError(f"{option.name} is {single!r}: use {' or '.join(map(repr, choices))}")
+                if isinstance(single, float) and not math.isfinite(single):
+                    raise ConfigError(f"{option.name} is {single}, it must be a finite number")
+                for name, limit in option.metadata["limits"].items():
+                    if single is not None and not _WITHIN[name](single, limit):
+                        raise ConfigError(f"{option.name} is {single}, it must be {name} {limit}")
+        if self.taps is not None and len(set(self.taps)) < len(self.taps):
+            raise ConfigError(f"taps are {self.taps}, each layer can be tapped once")
+        if self.taps == ():
+            raise ConfigError("taps are empty: name at least one layer")
+
+    def check_combinations(self) -> None:
+        """Refuse values that do not go together.
+
+        Raises:
+            ConfigError: with one sentence that says what to change.
+        """
         if self.batch > self.sequences:
             raise ConfigError(f"batch is {self.batch}, but one batch of work holds only {self.sequences} sequences")
         if self.anchors * self.block_size % self.chunk_rows:
@@ -122,20 +174,26 @@ class Config:
                 f"chunk_rows ({self.chunk_rows}) must divide anchors * block_size ({self.anchors * self.block_size}), "
                 "or the last chunk has a shape of its own and is compiled again"
             )
-        if not 0 <= self.kl_weight <= 1:
-            raise ConfigError(f"kl_weight is {self.kl_weight}, it must lie between 0 and 1")
-        for name in ("gamma", "lr", "muon_lr", "clip", "temperature"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
-        if not 0 <= self.warmup_ratio < 1:
-            raise ConfigError(f"warmup_ratio is {self.warmup_ratio}, it must lie between 0 and 1")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ConfigError(f"optimizer is {self.optimizer!r}: use 'adamw' or 'muon'")
-        if self.taps is not None and len(set(self.taps)) < len(self.taps):
-            raise ConfigError(f"taps are {self.taps}, each layer can be tapped once")
+        if self.layer_types is not None and len(self.layer_types) != self.layers:
+            raise ConfigError(f"layer_types names {len(self.layer_types)} layers, but layers is {self.layers}")
+        if self.target_dtype == "bfloat16" and not self.autocast:
+            raise ConfigError(
+                "target_dtype is 'bfloat16', and float32 draft layers take its features only with autocast"
+            )
+
+    def validate(self) -> None:
+        """Refuse what cannot work here.
+
+        Raises:
+            ConfigError: with one sentence that says what to change.
+        """
+        self.check_ranges()
+        self.check_combinations()
         self.devices()
         if not (self.target / "config.json").is_file():
-            raise ConfigError(f"target is {self.target}: no config.json there, it must be a Hugging Face model folder")
+            raise ConfigError(
+                f"target is {self.target}: no config.json there, it must be a Hugging Face model folder; name one with --target"
+            )
         if self.text is not None and not self.text.is_dir():
             raise ConfigError(f"text is {self.text}, and that is no folder")
 
@@ -163,12 +221,17 @@ class Config:
         }
 
 
-def paper() -> Config:
-    """Return the paper's recipe (section 5 and A.1) on the demo's target: 5 layers, blocks of 16, AdamW, cross entropy alone."""
-    return Config(
-        layers=5, block_size=16, temperature=1.0, optimizer="adamw", lr=6e-4, gamma=7.0, kl_weight=0.0, tau=1.0
-    )
+TYPES: dict[str, Any] = get_type_hints(Config)
+"""The type of each option."""
 
 
-PRESETS: dict[str, Callable[[], Config]] = {"demo": Config, "paper": paper}
-"""Complete sets of options by name; ``demo`` learns fastest, ``paper`` shows the published recipe."""
+def choices_of(name: str) -> tuple[str, ...]:
+    """Return the words that an option, or each of its elements, may be; none if it is free."""
+    return _words(TYPES[name])
+
+
+def _words(annotation: Any) -> tuple[str, ...]:
+    arguments = get_args(annotation)
+    if arguments and all(isinstance(argument, str) for argument in arguments):
+        return arguments
+    return next((words for argument in arguments if (words := _words(argument))), ())

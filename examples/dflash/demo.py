@@ -17,7 +17,6 @@ import platform
 import sys
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,10 +28,11 @@ from torch import Tensor
 import data
 import evaluate
 import export
+import options
 import plots
 import train
 from backend import BACKEND, cpp_compiler
-from config import PRESETS, Config, ConfigError
+from config import Config, ConfigError
 from display import Display
 from drafter import Drafter
 from pipeline import WorkerError
@@ -40,6 +40,13 @@ from run_folder import DRAFTER, EVALUATION, SUMMARY, RunFolder
 from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, choose_taps, language_of, read_config, shape_of
+
+
+class Command(NamedTuple):
+    """What the command line asks for: options, and the run folder."""
+
+    config: Config
+    run: Path
 
 
 class Prepared(NamedTuple):
@@ -53,79 +60,32 @@ class Prepared(NamedTuple):
     held_out_text: Tensor
 
 
-def options(arguments: list[str]) -> tuple[Config, Path]:
-    """Read the command line; return the options and the run folder.
+def command_line(arguments: list[str]) -> Command:
+    """Read the command line and the configuration file that it names.
 
     Raises:
         ConfigError: if the options cannot work.
     """
-    parser = _Parser(description="Train a DFlash drafter in several threads and measure it.")
-    parser.add_argument("--preset", choices=PRESETS, default="demo", help="where the other options start (%(default)s)")
-    parser.add_argument("--run", type=Path, help="run folder, for all that is written (runs/dflash-PRESET)")
-    parser.add_argument("--text", type=Path, help="folder of text (the standard library's sources)")
-    parser.add_argument("--target", type=Path, help="Hugging Face folder of a causal language model (the bundled one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
+    parser = _Parser(description="Train a DFlash drafter in several threads and measure it.", allow_abbrev=False)
     parser.add_argument(
-        "--taps", type=_integers, help="tapped target layers, such as 0,1,2; 'paper' for the paper's five"
+        "--config",
+        default="demo",
+        metavar="NAME|FILE",
+        help=f"TOML file that the other options change: a path, or one of {', '.join(options.bundled())} (%(default)s)",
     )
     parser.add_argument(
-        "--device", help="auto, cpu, cuda, or a map such as cuda:0,cuda:1 that the threads wrap around onto"
+        "--run", type=Path, metavar="PATH", help="run folder, for all that is written (runs/dflash-NAME)"
     )
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), help="the paper's, or the one for short runs")
-    for name, meaning in _INTEGERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
-    for name, meaning in _NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=meaning)
+    options.add_to(parser)
     given = vars(parser.parse_args(arguments))
-    preset = given.pop("preset")
-    run = given.pop("run") or Path("runs") / f"dflash-{preset}"
-    base = PRESETS[preset]()
-    if given["target"] is not None and given["taps"] is None:
-        base = replace(base, taps=None)
-    changes = {name: value for name, value in given.items() if value is not None}
-    if changes.get("taps") == ():
-        changes["taps"] = None
-    return replace(base, **changes), run
+    file, run = options.find(given.pop("config")), given.pop("run")
+    return Command(options.combine(file, given), run or Path("runs") / f"dflash-{file.stem}")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report like everything else that is wrong with the options."""
         raise ConfigError(message)
-
-
-_INTEGERS = {
-    "seed": "everything random follows from it",
-    "targets": "target threads",
-    "drafters": "drafter threads",
-    "steps": "training steps",
-    "layers": "draft layers",
-    "block_size": "block, anchor included",
-    "anchors": "blocks a sequence",
-    "batch": "sequences a step and replica",
-    "sequences": "sequences in one batch of work",
-    "uses": "steps made with one batch of work",
-    "prompt_length": "tokens of text that an answer is made to",
-    "response_length": "tokens of an answer",
-    "chunk_rows": "rows whose logits exist at once",
-    "queue_depth": "batches of work that wait for one replica at most",
-    "save_every": "steps between two savings of the drafter",
-    "eval_prompts": "held-out prompts",
-    "eval_prompt_length": "tokens of each",
-    "eval_new_tokens": "tokens of each response",
-}
-_NUMBERS = {
-    "lr": "learning rate of AdamW",
-    "muon_lr": "learning rate of Muon",
-    "temperature": "of every second answer, the others are greedy",
-    "gamma": "decay of the position weights",
-    "kl_weight": "share of the soft-label divergence in the loss",
-    "tau": "acceptance length that must be reached",
-}
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return () if text == "paper" else tuple(int(part) for part in text.split(","))
 
 
 def prepare(config: Config, run: Path) -> Prepared:
@@ -136,8 +96,12 @@ def prepare(config: Config, run: Path) -> Prepared:
     """
     config.validate()
     target = read_config(config.target, trust_remote_code=config.trust_remote_code)
-    taps = choose_taps(config.taps, shape_of(target))
-    language = language_of(config.target, target, trust_remote_code=config.trust_remote_code)
+    shape = shape_of(target)
+    taps = choose_taps(config.taps, shape)
+    train.drafter_shape(config, shape, len(taps))
+    language = language_of(
+        config.target, target, mask_id=config.mask_token_id, trust_remote_code=config.trust_remote_code
+    )
     corpus = data.load_corpus(config.text)
     texts = []
     for part, text, needed in (
@@ -195,6 +159,7 @@ class Run:
                 device,
                 trust_remote_code=config.trust_remote_code,
                 language=self.language,
+                dtype=getattr(torch, config.target_dtype),
             )
             for device in config.devices()[: config.targets]
         ]
@@ -392,7 +357,7 @@ def main(arguments: list[str]) -> int:
     """Return the exit code."""
     run: Run | None = None
     try:
-        run = Run(prepare(*options(arguments)))
+        run = Run(prepare(*command_line(arguments)))
         try:
             failed = run.complete()
         except KeyboardInterrupt:

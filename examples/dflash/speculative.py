@@ -77,16 +77,18 @@ class DFlashProposer:
         """
         self.passes += 1
         start = len(known) - 1
+        # A target in bfloat16 has a drafter in float32: what goes from one to the other changes its precision.
+        dtype = self._drafter.norm.weight.dtype
         new = self._drafter.context(
-            features, torch.arange(start - features.shape[1], start, device=features.device).unsqueeze(0)
+            features.to(dtype), torch.arange(start - features.shape[1], start, device=features.device).unsqueeze(0)
         )
         self._context = (
             [_append(old, more) for old, more in zip(self._context, new, strict=True)] if self._context else new
         )
         self._block[0, 0] = known[-1]
-        embeddings = torch.nn.functional.embedding(self._block, self._vocabulary.embedding)
+        embeddings = torch.nn.functional.embedding(self._block, self._vocabulary.embedding).to(dtype)
         normed = self._drafter.blocks(embeddings, self._slots + start, self._context, None)
-        return self._target.logits(normed[0, 1:]).argmax(-1)
+        return self._target.logits(normed[0, 1:].to(self._vocabulary.head.dtype)).argmax(-1)
 
 
 @dataclass(frozen=True)

@@ -139,15 +139,19 @@ def choose_taps(taps: tuple[int, ...] | None, shape: TargetShape) -> tuple[int, 
     return taps
 
 
-def language_of(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Language:
+def language_of(
+    folder: Path, config: PretrainedConfig, *, mask_id: int | None = None, trust_remote_code: bool = False
+) -> Language:
     """Return the language of the target in ``folder``: its tokenizer's, or bytes if it has no tokenizer.
 
-    With a tokenizer, the mask token is its own or the first id past the tokenizer, which embeddings padded to a round size have
-    room for (published drafters of Qwen3 do the same).
+    With a tokenizer, the mask token is ``mask_id``, or its own, or the first id past the tokenizer, which embeddings padded to a
+    round size have room for (published drafters of Qwen3 do the same).
 
     Raises:
         ConfigError: if there is no room for the mask token, or no tokenizer and too few ids for bytes.
     """
+    if mask_id is not None and mask_id >= config.vocab_size:
+        raise ConfigError(f"mask_token_id is {mask_id}, but the target's ids end at {config.vocab_size - 1}")
     eos = getattr(config, "eos_token_id", None)
     eos_ids = tuple(sorted(eos)) if isinstance(eos, list) else () if eos is None else (int(eos),)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
@@ -156,14 +160,15 @@ def language_of(folder: Path, config: PretrainedConfig, *, trust_remote_code: bo
                 f"target is {folder}: without a tokenizer a byte is a token, which takes {data.VOCAB_SIZE} ids, "
                 f"but the model has {config.vocab_size}"
             )
-        return Language(data.encode, eos_ids, data.MASK_ID, config.vocab_size)
+        return Language(data.encode, eos_ids, data.MASK_ID if mask_id is None else mask_id, config.vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
     def encode(text: bytes) -> Tensor:
         ids = tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
 
-    mask_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+    if mask_id is None:
+        mask_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
     if mask_id >= config.vocab_size:
         raise ConfigError(
             f"target is {folder}: all {config.vocab_size} ids are taken, there is none for the mask token"
@@ -190,6 +195,7 @@ class Target:
         *,
         trust_remote_code: bool = False,
         language: Language | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Load the model from ``folder``, which must hold safetensors; nothing is downloaded.
 
@@ -199,6 +205,7 @@ class Target:
             device: where it runs.
             trust_remote_code: run Python files of that folder, if it has any.
             language: of a target loaded before from the same folder: a tokenizer need not be read again.
+            dtype: precision of weights and features.
 
         Raises:
             ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind.
@@ -214,7 +221,7 @@ class Target:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
-            dtype=torch.float32,
+            dtype=dtype,
         )
         self.model.to(device).eval().requires_grad_(False)
         self._decoder: nn.Module = self.model.get_decoder()

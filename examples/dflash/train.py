@@ -15,7 +15,7 @@ import attention
 import blocks
 import data
 import optimizer
-from config import Config
+from config import Config, ConfigError
 from drafter import Drafter, DrafterShape
 from loss import chunked_loss
 from monitor import Monitor
@@ -40,14 +40,24 @@ class Work:
 
 
 def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShape:
-    """Return the drafter that fits a target: its width and its heads, but fewer layers."""
+    """Return the drafter that fits a target: its width, and its heads and feed-forward width unless the options name others.
+
+    Raises:
+        ConfigError: if the heads do not go together.
+    """
+    heads, kv_heads = config.draft_heads or target.heads, config.draft_kv_heads or target.kv_heads
+    head_dim = config.draft_head_dim or target.head_dim
+    if heads % kv_heads:
+        raise ConfigError(f"draft_heads ({heads}) must be a multiple of draft_kv_heads ({kv_heads})")
+    if head_dim % 2:
+        raise ConfigError(f"draft_head_dim is {head_dim}, it must be even: the rotary embedding turns pairs")
     return DrafterShape(
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=config.draft_intermediate_size or target.intermediate_size,
         layers=config.layers,
-        heads=target.heads,
-        kv_heads=target.kv_heads,
-        head_dim=target.head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         taps=taps,
         rope_theta=target.rope_theta,
         rms_norm_eps=target.rms_norm_eps,
