@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -181,15 +182,18 @@ class Config:
                 "target_dtype is 'bfloat16', and float32 draft layers take its features only with autocast"
             )
 
-    def validate(self) -> None:
+    def validate(self, *, planned: bool = False) -> None:
         """Refuse what cannot work here.
+
+        Args:
+            planned: for a run elsewhere: the devices that are named need not exist.
 
         Raises:
             ConfigError: with one sentence that says what to change.
         """
         self.check_ranges()
         self.check_combinations()
-        self.devices()
+        self.devices(planned=planned)
         if not (self.target / "config.json").is_file():
             raise ConfigError(
                 f"target is {self.target}: no config.json there, it must be a Hugging Face model folder; name one with --target"
@@ -197,8 +201,11 @@ class Config:
         if self.text is not None and not self.text.is_dir():
             raise ConfigError(f"text is {self.text}, and that is no folder")
 
-    def devices(self) -> list[torch.device]:
-        """Return the device of each thread, targets first; these logical devices wrap around onto those that exist.
+    def devices(self, *, planned: bool = False) -> list[torch.device]:
+        """Return the device of each thread, targets first; these logical devices wrap around onto those that are named.
+
+        Args:
+            planned: see `validate`.
 
         Raises:
             ConfigError: if a device does not exist.
@@ -208,6 +215,8 @@ class Config:
             self.device, self.device.split(",")
         )
         for name in named:
+            if planned and re.fullmatch(r"cuda(:\d+)?", name):
+                continue
             if name != "cpu" and name not in gpus:
                 there_are = ", ".join(["cpu", *gpus])
                 raise ConfigError(f"device is {self.device!r}, but {name!r} does not exist here: there are {there_are}")

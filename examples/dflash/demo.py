@@ -26,6 +26,7 @@ from rich.console import Console
 from torch import Tensor
 
 import data
+import estimate
 import evaluate
 import export
 import options
@@ -43,10 +44,17 @@ from target import Language, Target, choose_taps, language_of, read_config, shap
 
 
 class Command(NamedTuple):
-    """What the command line asks for: options, and the run folder."""
+    """What the command line asks for.
+
+    Attributes:
+        config: options.
+        run: the run folder.
+        estimate_for: no run is wanted, but an estimate of it, at this many tokens a second of each drafter.
+    """
 
     config: Config
     run: Path
+    estimate_for: float | None
 
 
 class Prepared(NamedTuple):
@@ -76,16 +84,42 @@ def command_line(arguments: list[str]) -> Command:
     parser.add_argument(
         "--run", type=Path, metavar="PATH", help="run folder, for all that is written (runs/dflash-NAME)"
     )
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        type=_rate,
+        const=2800.0,
+        metavar="TOK/S",
+        help="show shapes, parameters, memory and, for this many context tokens a second of each drafter (%(const)s), "
+        "traffic, from the target's config.json alone; named devices need not exist",
+    )
     options.add_to(parser)
     given = vars(parser.parse_args(arguments))
-    file, run = options.find(given.pop("config")), given.pop("run")
-    return Command(options.combine(file, given), run or Path("runs") / f"dflash-{file.stem}")
+    file, run, dry_run = options.find(given.pop("config")), given.pop("run"), given.pop("dry_run")
+    return Command(options.combine(file, given), run or Path("runs") / f"dflash-{file.stem}", dry_run)
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not (rate > 0 and math.isfinite(rate)):
+        raise argparse.ArgumentTypeError(f"{text} tokens a second is no rate")
+    return rate
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report like everything else that is wrong with the options."""
         raise ConfigError(message)
+
+
+def show_estimate(config: Config, rate: float) -> None:
+    """Say what a run would take, without making it.
+
+    Raises:
+        ConfigError: in one sentence that says what to change.
+    """
+    config.validate(planned=True)
+    estimate.show(estimate.estimate(config, rate=rate), config, Console())
 
 
 def prepare(config: Config, run: Path) -> Prepared:
@@ -357,7 +391,11 @@ def main(arguments: list[str]) -> int:
     """Return the exit code."""
     run: Run | None = None
     try:
-        run = Run(prepare(*command_line(arguments)))
+        command = command_line(arguments)
+        if command.estimate_for is not None:
+            show_estimate(command.config, command.estimate_for)
+            return 0
+        run = Run(prepare(command.config, command.run))
         try:
             failed = run.complete()
         except KeyboardInterrupt:

@@ -91,13 +91,14 @@ class Language:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read the model's configuration alone, which is quick.
+    """Read the model's configuration alone, which is quick; of a model for more than text, the part for text.
 
     Raises:
         ConfigError: if there is none that transformers can read.
     """
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        return config.get_text_config(decoder=True)
     except Exception as error:  # whatever is wrong with the folder
         raise ConfigError(f"target is {folder}, and its configuration cannot be read: {error}") from error
 
@@ -240,7 +241,8 @@ class Target:
         """Return the embedding and the head on ``device``, which the drafter shares (paper, section 4.2)."""
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
-        return Vocabulary(embedding.detach().to(device), head.detach().to(device))
+        copied = embedding.detach().to(device)
+        return Vocabulary(copied, copied if head is embedding else head.detach().to(device))
 
     # no_grad and not inference_mode: another thread saves these tensors for its backward, which inference tensors refuse.
     @torch.no_grad()
