@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import train
@@ -21,6 +21,8 @@ from config import Config, ConfigError
 from drafter import Drafter, DrafterShape
 from optimizer import OptimizerName
 from target import TargetShape, choose_taps, read_config, shape_of
+
+T = TypeVar("T")
 
 FLOAT32 = 4
 _CHUNK_COPIES = 4
@@ -196,12 +198,12 @@ def show(found: Estimate, config: Config, console: Console) -> None:
     )
 
 
-def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+def _on_meta(make: Callable[[], T]) -> T:
     with torch.device("meta"):
         return make()
 
 
-def _target(config: Config, model_config: PretrainedConfig) -> nn.Module:
+def _target(config: Config, model_config: PretrainedConfig) -> Any:
     try:
         return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever is wrong with the folder
