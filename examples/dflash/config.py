@@ -72,6 +72,13 @@ class Config:
     )
     trust_remote_code: bool = _option(False, "run Python code that comes with the target")
     text: Path | None = _option(None, "folder of text (the standard library's sources)")
+    data: Path | None = _option(
+        None, "file of conversations, JSON lines with messages, in place of text; needs the target's chat template"
+    )
+    answers: Literal["target", "data"] = _option(
+        "target", "whose answers to learn from: what the target says to the prompts (the paper's way), or what is there"
+    )
+    thinking: Literal["default", "on", "off"] = _option("default", "what the chat template is told of thinking")
     targets: int = _option(5, "target threads", at_least=1)
     drafters: int = _option(3, "drafter threads", at_least=1)
 
@@ -98,7 +105,9 @@ class Config:
         at_least=0,
     )
 
-    prompt_length: int = _option(128, "tokens of text that an answer is made to", at_least=1)
+    prompt_length: int = _option(
+        128, "tokens of text that an answer is made to; of chats, the longest prompt", at_least=1
+    )
     response_length: int = _option(128, "tokens of an answer: an anchor and the token after it make 2", at_least=2)
     temperature: float = _option(0.6, "of every second answer, the others are greedy", above=0)
     sequences: int = _option(16, "sequences in one batch of work, generated together", at_least=1)
@@ -132,7 +141,7 @@ class Config:
         2.5, "acceptance length, on references that do not loop, that the trained drafter must reach", at_least=1
     )
     eval_prompts: int = _option(16, "held-out prompts for speculative decoding", at_least=1)
-    eval_prompt_length: int = _option(128, "tokens of each", at_least=1)
+    eval_prompt_length: int = _option(128, "tokens of each; of chats, the longest", at_least=1)
     eval_new_tokens: int = _option(96, "tokens of each response", at_least=1)
 
     @property
@@ -177,6 +186,8 @@ class Config:
             )
         if self.layer_types is not None and len(self.layer_types) != self.layers:
             raise ConfigError(f"layer_types names {len(self.layer_types)} layers, but layers is {self.layers}")
+        if self.data is not None and self.text is not None:
+            raise ConfigError(f"data is {self.data} and text is {self.text}: name one of them")
         if self.target_dtype == "bfloat16" and not self.autocast:
             raise ConfigError(
                 "target_dtype is 'bfloat16', and float32 draft layers take its features only with autocast"
@@ -200,6 +211,8 @@ class Config:
             )
         if self.text is not None and not self.text.is_dir():
             raise ConfigError(f"text is {self.text}, and that is no folder")
+        if self.data is not None and not self.data.is_file():
+            raise ConfigError(f"data is {self.data}, and that is no file")
 
     def devices(self, *, planned: bool = False) -> list[torch.device]:
         """Return the device of each thread, targets first; these logical devices wrap around onto those that are named.

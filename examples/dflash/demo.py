@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import transformers
 from rich.console import Console
-from torch import Tensor
 
+import chat
 import data
 import estimate
 import evaluate
@@ -34,6 +34,7 @@ import plots
 import train
 from backend import BACKEND, cpp_compiler
 from config import Config, ConfigError
+from data import Conversations, Source
 from display import Display
 from drafter import Drafter
 from pipeline import WorkerError
@@ -64,8 +65,8 @@ class Prepared(NamedTuple):
     folder: RunFolder
     taps: tuple[int, ...]
     language: Language
-    train_text: Tensor
-    held_out_text: Tensor
+    train_on: Source
+    held_out: Source
 
 
 def command_line(arguments: list[str]) -> Command:
@@ -123,7 +124,7 @@ def show_estimate(config: Config, rate: float) -> None:
 
 
 def prepare(config: Config, run: Path) -> Prepared:
-    """Check everything that can be wrong with the options, and read the text.
+    """Check everything that can be wrong with the options, and read the text or the conversations.
 
     Raises:
         ConfigError: in one sentence that says what to change.
@@ -136,24 +137,32 @@ def prepare(config: Config, run: Path) -> Prepared:
     language = language_of(
         config.target, target, mask_id=config.mask_token_id, trust_remote_code=config.trust_remote_code
     )
+    train_on, held_out = _sources(config, language)
+    return Prepared(config, RunFolder(run, config), taps, language, train_on, held_out)
+
+
+def _sources(config: Config, language: Language) -> tuple[Source, Source]:
+    """Return what to train on and what to evaluate on."""
+    if config.data is not None:
+        return chat.load(config, language)
     corpus = data.load_corpus(config.text)
     texts = []
     for part, text, needed in (
-        ("to train on", corpus.train, config.prompt_length),
+        ("to train on", corpus.train, config.prompt_length if config.answers == "target" else config.length),
         ("to evaluate on", corpus.held_out, config.eval_prompt_length),
     ):
         tokens = language.encode(text)
         if len(tokens) < needed:
             raise ConfigError(f"text {part} has only {len(tokens)} tokens, a prompt takes {needed}: add text")
         texts.append(tokens)
-    return Prepared(config, RunFolder(run, config), taps, language, *texts)
+    return texts[0], texts[1]
 
 
 class Run:
     """One run, from loading to the summary, which is written however the run ends."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self.config, self.folder, self.taps, self.language, self._train_text, self._held_out_text = prepared
+        self.config, self.folder, self.taps, self.language, self._train_on, self._held_out = prepared
         self.training: train.Training | None = None
         self.summary: dict[str, Any] = {
             "status": "running",
@@ -185,6 +194,12 @@ class Run:
             f"compiler backend: {BACKEND}"
             + ("" if cpp_compiler() else " (no C++ compiler found, Inductor needs one on CPU)")
         )
+        if isinstance(self._train_on, Conversations) and isinstance(self._held_out, Conversations):
+            train_on, held_out = len(self._train_on.samples), len(self._held_out.samples)
+            self._say(
+                f"{train_on} conversations to train on, {held_out} held out, "
+                f"{self._train_on.left_out} too long or without an answer"
+            )
         # One after the other in this thread: loading changes settings of the whole process, such as the default dtype.
         targets = [
             Target(
@@ -199,7 +214,7 @@ class Run:
         ]
         judge = targets[0]
         self._done("load")
-        references = evaluate.references(config, self._held_out_text, judge)
+        references = evaluate.references(config, self._held_out, judge)
         self._done("references")
         untrained = train.new_drafter(config, judge.shape, len(self.taps), judge.device)
         block = config.block_size
@@ -220,7 +235,7 @@ class Run:
         self._done("trained")
         self.summary["graphs"] = {
             "compiled_by_all_threads": training.compiled,
-            "compiled_by_one_thread": train.compiles_of_one_thread(config, self._train_text, judge),
+            "compiled_by_one_thread": train.compiles_of_one_thread(config, self._train_on, judge),
         }
         self._done("one thread")
         self.folder.write_json(EVALUATION, evaluate.raw(evaluations))
@@ -250,7 +265,7 @@ class Run:
 
     def _train(self, targets: list[Target]) -> train.Training:
         config = self.config
-        training = self.training = train.Training(config, self._train_text, targets)
+        training = self.training = train.Training(config, self._train_on, targets)
         judge = targets[0]
         shown: dict[str, str] = {}
         started = time.monotonic()

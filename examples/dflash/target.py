@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +82,14 @@ class Language:
         eos_ids: ids that end a text, in ascending order; there may be none.
         mask_id: the id whose embedding fills draft slots: one the text never has (paper, section 4.2).
         vocab_size: rows of the embedding.
+        tokenizer: the tokenizer of transformers, if there is one.
     """
 
     encode: Callable[[bytes], Tensor]
     eos_ids: tuple[int, ...]
     mask_id: int
     vocab_size: int
+    tokenizer: Any = None
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -174,7 +176,7 @@ def language_of(
         raise ConfigError(
             f"target is {folder}: all {config.vocab_size} ids are taken, there is none for the mask token"
         )
-    return Language(encode, eos_ids, mask_id, config.vocab_size)
+    return Language(encode, eos_ids, mask_id, config.vocab_size, tokenizer)
 
 
 def _nothing() -> None:
@@ -266,25 +268,41 @@ class Target:
 
     @torch.no_grad()
     def respond(
-        self, prompts: Tensor, temperatures: Tensor, noise: Tensor, check: Callable[[], None] = _nothing
+        self,
+        prompts: Tensor,
+        temperatures: Tensor,
+        noise: Tensor,
+        check: Callable[[], None] = _nothing,
+        *,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Continue each prompt with the target's own choice of tokens.
 
+        Prompts of several lengths go from the shortest one on together: a longer one takes its own next token instead of a choice,
+        so that no row needs padding before or inside what the target reads.
+
         Args:
-            prompts: int64 ``[batch, P]``.
+            prompts: int64 ``[batch, P]``, shorter ones filled up on the right with anything.
             temperatures: float32 ``[batch]``; 0 is greedy.
             noise: float32 ``[batch, R]``, uniform in [0, 1): the only randomness there is.
             check: called before each token; may raise to give up.
+            lengths: int64 ``[batch]``, of the prompts; all are ``P`` if None.
 
         Returns:
-            Prompts and responses, int64 ``[batch, P + R]``.
+            Prompts and responses, int64 ``[batch, shortest prompt + R]``.
         """
         cache = self.new_cache()
-        pieces, step = [prompts], prompts
-        for column in noise.unbind(1):
+        longest = prompts.shape[1]
+        shortest = longest if lengths is None else int(lengths.min())
+        step = prompts[:, :shortest]
+        pieces = [step]
+        for position, column in enumerate(noise.unbind(1), shortest):
             check()
             logits = self.logits(self.forward(step, cache).normed[:, -1])
-            step = choose(logits, temperatures, column).unsqueeze(1)
+            chosen = choose(logits, temperatures, column)
+            if lengths is not None and position < longest:
+                chosen = torch.where(position < lengths, prompts[:, position], chosen)
+            step = chosen.unsqueeze(1)
             pieces.append(step)
         return torch.cat(pieces, dim=1)
 

@@ -16,6 +16,7 @@ import blocks
 import data
 import optimizer
 from config import Config, ConfigError
+from data import Source
 from drafter import Drafter, DrafterShape
 from loss import chunked_loss
 from monitor import Monitor
@@ -73,7 +74,7 @@ def new_drafter(config: Config, target: TargetShape, taps: int, device: torch.de
 
 def make_work(
     config: Config,
-    text: Tensor,
+    source: Source,
     target: Target,
     item: int,
     replica: int,
@@ -81,25 +82,36 @@ def make_work(
 ) -> Work:
     """Make the work of one item and replica, which depends on nothing but the seed and these two numbers.
 
-    The answers are the target's own: a drafter learns what the target says, not what the text says (paper, A.1). Half of them
-    are greedy, half are sampled at ``config.temperature``. ``check`` is called before each token, and may raise to give up.
+    The answers are the target's own, unless ``config.answers`` is ``data``: a drafter learns what the target says, not what the
+    text says (paper, A.1). Half of them are greedy, half are sampled at ``config.temperature``. ``check`` is called before each
+    token, and may raise to give up.
     """
     rngs = [data.generator(config.seed, "sequence", item, replica, i) for i in range(config.sequences)]
-    prompts = torch.stack([data.window(text, config.prompt_length, rng) for rng in rngs])
-    noise = torch.stack([torch.rand(config.response_length, generator=rng) for rng in rngs])
-    temperatures = torch.arange(config.sequences).remainder(2) * config.temperature
+    first = (item * config.drafters + replica) * config.sequences
     device = target.device
-    tokens = target.respond(prompts.to(device), temperatures.to(device), noise.to(device), check)
-    ends = torch.isin(tokens, torch.tensor(target.language.eos_ids, dtype=tokens.dtype, device=device)).long()
-    ends[:, : config.prompt_length] = 0  # a beginning may hold several texts; the answer is over at its own end
-    ended = ends.cumsum(1) - ends
-    loss_mask = (torch.arange(config.length, device=device) >= config.prompt_length) & (ended == 0)
-    return Work(tokens, loss_mask, target.forward(tokens))
+    if config.answers == "data":
+        tokens, loss_mask = (
+            part.to(device)
+            for part in data.draw_answered(source, config.prompt_length, config.length, rngs, first, config.seed)
+        )
+        return Work(tokens, loss_mask, target.forward(tokens))
+    prompts = data.draw_prompts(source, config.prompt_length, rngs, first, config.seed)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    noise = torch.stack([torch.rand(config.length - int(lengths.min()), generator=rng) for rng in rngs])
+    temperatures = torch.arange(config.sequences).remainder(2) * config.temperature
+    padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    lengths = lengths.to(device)
+    tokens = target.respond(padded.to(device), temperatures.to(device), noise.to(device), check, lengths=lengths)
+    answered = torch.arange(config.length, device=device) >= lengths.unsqueeze(1)
+    # A beginning may hold several texts; the answer is over at its own end.
+    ends = torch.isin(tokens, torch.tensor(target.language.eos_ids, dtype=tokens.dtype, device=device)) & answered
+    ended = ends.cumsum(1) - ends.long()
+    return Work(tokens, answered & (ended == 0), target.forward(tokens))
 
 
 def produce(
     config: Config,
-    text: Tensor,
+    source: Source,
     target: Target,
     tickets: Tickets[tuple[int, int]],
     queues: list[OrderedQueue[Work]],
@@ -110,7 +122,7 @@ def produce(
         torch.cuda.set_device(target.device)
     for item, replica in tickets:
         monitor.now("answers")
-        work = make_work(config, text, target, item, replica, queues[replica].check)
+        work = make_work(config, source, target, item, replica, queues[replica].check)
         monitor.now("waits for room")
         queues[replica].put(item, work)
         monitor.count(work.tokens.numel())
@@ -249,13 +261,13 @@ class Training:
 
     Args:
         config: validated options.
-        text: token ids int32 ``[n]`` to cut beginnings from.
+        source: what sequences are drawn from.
         targets: one for each target thread.
     """
 
-    def __init__(self, config: Config, text: Tensor, targets: list[Target]) -> None:
+    def __init__(self, config: Config, source: Source, targets: list[Target]) -> None:
         self.config = config
-        self.text = text
+        self.source = source
         self.targets = targets
         self.queues: list[OrderedQueue[Work]] = [OrderedQueue(config.queue_depth) for _ in range(config.drafters)]
         self.monitor = Monitor()
@@ -291,7 +303,7 @@ class Training:
         compiled = statistics().compiled
         try:  # around the starts, too: an interrupt between two of them has to end those that run
             for index, target in enumerate(self.targets):
-                work = partial(produce, config, self.text, target, tickets, self.queues, self.monitor)
+                work = partial(produce, config, self.source, target, tickets, self.queues, self.monitor)
                 self._start(f"target-{index}", work)
             for replica in self.replicas:
                 tell = report if replica.index == 0 else _silent
@@ -341,7 +353,7 @@ class Training:
         self.crew.start(name, run)
 
 
-def compiles_of_one_thread(config: Config, text: Tensor, target: Target) -> int:
+def compiles_of_one_thread(config: Config, source: Source, target: Target) -> int:
     """Return how many graphs this thread alone compiles, from nothing, for two steps of all replicas, the shapes of a whole run.
 
     All compiled code of the process is thrown away first. One batch of work serves all replicas.
@@ -349,7 +361,7 @@ def compiles_of_one_thread(config: Config, text: Tensor, target: Target) -> int:
     torch.compiler.reset()
     before = statistics().compiled
     vocabulary = target.vocabulary(target.device)
-    work = make_work(config, text, target, 0, 0)
+    work = make_work(config, source, target, 0, 0)
     for index in range(config.drafters):
         drafter = new_drafter(config, target.shape, len(target.taps), target.device)
         replica = Replica(config, index, drafter, vocabulary, target.language.mask_id)
