@@ -296,7 +296,8 @@ class Target:
         shortest = longest if lengths is None else int(lengths.min())
         step = prompts[:, :shortest]
         pieces = [step]
-        for position, column in enumerate(noise.unbind(1), shortest):
+        # Columns of a matrix of another width have another stride, for which `choose` would be compiled again.
+        for position, column in enumerate(noise.T.contiguous(), shortest):
             check()
             logits = self.logits(self.forward(step, cache).normed[:, -1])
             chosen = choose(logits, temperatures, column)

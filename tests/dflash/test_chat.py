@@ -22,6 +22,7 @@ import evaluate
 import train
 from config import Config, ConfigError
 from data import Conversations
+from safecompile.testing import no_compiles
 from speculative import greedy
 from target import Target
 from tests.helpers.models import tiny_model
@@ -270,6 +271,10 @@ def test_the_targets_answer_to_each_prompt_is_what_it_would_say_alone(plain: Tar
     work = train.make_work(config, chats.train, plain, 1, 1)
     prompts = [chats.train.at((1 * 2 + 1) * 4 + i, config.seed).tokens for i in range(4)]
     assert len({len(prompt) for prompt in prompts}) > 1
+    with no_compiles():  # whatever the lengths
+        works = [train.make_work(config, chats.train, plain, item, 0) for item in range(4)]
+    shortest = {int(w.loss_mask.int().argmax(1).min()) for w in works}
+    assert len(shortest) > 1
     assert work.tokens.shape == work.loss_mask.shape == (4, 48)
     for row, prompt in enumerate(prompts):
         start = len(prompt)
