@@ -4,7 +4,8 @@
 
 Five target threads answer prompts and hand their features to three drafter threads through bounded queues, all in one
 process and all calling compiled functions at the same time. Everything is written to the run folder. Exits with 0 if all
-checks passed, 1 if one did not or a thread failed, 2 for options that cannot work, 130 after Ctrl-C. See README.md.
+checks passed, 1 if one did not or a thread failed, 2 for options that cannot work, 130 after Ctrl-C and 143 after SIGTERM, from
+where ``--resume`` goes on. See README.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import os
 import platform
 import sys
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import transformers
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import Tensor
 
 import data
@@ -32,11 +35,12 @@ import export
 import plots
 import train
 from backend import BACKEND, cpp_compiler
+from checkpoints import Checkpoint, Checkpoints
 from config import PRESETS, Config, ConfigError
 from display import Display
-from drafter import Drafter
+from interrupt import Interrupted, interruptible
 from pipeline import WorkerError
-from run_folder import DRAFTER, EVALUATION, SUMMARY, RunFolder
+from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, SUMMARY, RunFolder, Start
 from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, choose_taps, language_of, read_config, shape_of
@@ -51,10 +55,12 @@ class Prepared(NamedTuple):
     language: Language
     train_text: Tensor
     held_out_text: Tensor
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None
 
 
-def options(arguments: list[str]) -> tuple[Config, Path]:
-    """Read the command line; return the options and the run folder.
+def options(arguments: list[str]) -> tuple[Config, Path, Start]:
+    """Read the command line; return the options, the run folder, and how to begin.
 
     Raises:
         ConfigError: if the options cannot work.
@@ -62,6 +68,9 @@ def options(arguments: list[str]) -> tuple[Config, Path]:
     parser = _Parser(description="Train a DFlash drafter in several threads and measure it.")
     parser.add_argument("--preset", choices=PRESETS, default="demo", help="where the other options start (%(default)s)")
     parser.add_argument("--run", type=Path, help="run folder, for all that is written (runs/dflash-PRESET)")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
+    begin.add_argument("--restart", action="store_true", help="begin again, and delete the run folder's checkpoints")
     parser.add_argument("--text", type=Path, help="folder of text (the standard library's sources)")
     parser.add_argument("--target", type=Path, help="Hugging Face folder of a causal language model (the bundled one)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
@@ -79,13 +88,14 @@ def options(arguments: list[str]) -> tuple[Config, Path]:
     given = vars(parser.parse_args(arguments))
     preset = given.pop("preset")
     run = given.pop("run") or Path("runs") / f"dflash-{preset}"
+    resume, restart = given.pop("resume"), given.pop("restart")
     base = PRESETS[preset]()
     if given["target"] is not None and given["taps"] is None:
         base = replace(base, taps=None)
     changes = {name: value for name, value in given.items() if value is not None}
     if changes.get("taps") == ():
         changes["taps"] = None
-    return replace(base, **changes), run
+    return replace(base, **changes), run, "resume" if resume else "restart" if restart else "fresh"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,7 +119,7 @@ _INTEGERS = {
     "response_length": "tokens of an answer",
     "chunk_rows": "rows whose logits exist at once",
     "queue_depth": "batches of work that wait for one replica at most",
-    "save_every": "steps between two savings of the drafter",
+    "save_every": "steps between two checkpoints",
     "eval_prompts": "held-out prompts",
     "eval_prompt_length": "tokens of each",
     "eval_new_tokens": "tokens of each response",
@@ -128,7 +138,7 @@ def _integers(text: str) -> tuple[int, ...]:
     return () if text == "paper" else tuple(int(part) for part in text.split(","))
 
 
-def prepare(config: Config, run: Path) -> Prepared:
+def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
     """Check everything that can be wrong with the options, and read the text.
 
     Raises:
@@ -148,14 +158,19 @@ def prepare(config: Config, run: Path) -> Prepared:
         if len(tokens) < needed:
             raise ConfigError(f"text {part} has only {len(tokens)} tokens, a prompt takes {needed}: add text")
         texts.append(tokens)
-    return Prepared(config, RunFolder(run, config), taps, language, *texts)
+    train_text, held_out_text = texts
+    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_text)
+    checkpoint = checkpoints.resumable() if start == "resume" else None
+    folder = RunFolder(run, config, start)
+    return Prepared(config, folder, taps, language, train_text, held_out_text, checkpoints, checkpoint)
 
 
 class Run:
     """One run, from loading to the summary, which is written however the run ends."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self.config, self.folder, self.taps, self.language, self._train_text, self._held_out_text = prepared
+        self.config, self.folder, self.taps, self.language = prepared[:4]
+        self._train_text, self._held_out_text, self._checkpoints, self._checkpoint = prepared[4:]
         self.training: train.Training | None = None
         self.summary: dict[str, Any] = {
             "status": "running",
@@ -170,7 +185,8 @@ class Run:
         }
         self._console = Console()
         self._stage_started = self._started = time.monotonic()
-        self._saved_step = 0
+        self._saving = threading.RLock()
+        self._saved_step = self._checkpoint.step if self._checkpoint else 0  # guarded by _saving
 
     def complete(self) -> list[str]:
         """Run everything; return the checks that failed.
@@ -181,7 +197,7 @@ class Run:
         config = self.config
         # Eight threads share few cores: operators that split up further only get in each other's way.
         torch.set_num_threads(1)
-        self.folder.begin()
+        self._begin()
         self._say(f"{config.targets} target and {config.drafters} drafter threads, torch {torch.__version__}")
         self._say(
             f"compiler backend: {BACKEND}"
@@ -221,7 +237,10 @@ class Run:
         self._done("trained")
         self.summary["graphs"] = {
             "compiled_by_all_threads": training.compiled,
-            "compiled_by_one_thread": train.compiles_of_one_thread(config, self._train_text, judge),
+            # A run resumed at its end had nothing to compile.
+            "compiled_by_one_thread": (
+                train.compiles_of_one_thread(config, self._train_text, judge) if training.losses else 0
+            ),
         }
         self._done("one thread")
         self.folder.write_json(EVALUATION, evaluate.raw(evaluations))
@@ -236,8 +255,11 @@ class Run:
 
     def end(self, status: str) -> None:
         """Save what there is to save, and the summary."""
-        if self.training and status != "complete":
-            self._save_newest(self.training)
+        if self.training and status != "complete" and (replica := self.training.at_rest()):
+            try:
+                self._save(replica)
+            except OSError as error:  # such as a full disk, which may be why the run ends
+                print(f"step {replica.step} could not be saved: {error}", file=sys.stderr)
         self.summary["status"] = status
         self.summary["seconds"]["all"] = round(time.monotonic() - self._started, 1)
         self.summary["cpu_seconds"] = round(time.process_time(), 1)
@@ -251,21 +273,20 @@ class Run:
 
     def _train(self, targets: list[Target]) -> train.Training:
         config = self.config
-        training = self.training = train.Training(config, self._train_text, targets)
-        judge = targets[0]
+        snapshot = self._checkpoint.snapshot() if self._checkpoint else None
+        training = self.training = train.Training(config, self._train_text, targets, snapshot)
         shown: dict[str, str] = {}
-        started = time.monotonic()
 
         def report(step: int, loss: float) -> None:
             self.folder.metric("step", step=step, loss=loss, waiting=training.waiting)
             if (step + 1) % config.save_every == 0:
-                self._save(training.drafters[0], judge, step + 1)
+                self._save(training.replicas[0])
 
         display = Display(training, self._console)
 
         def tick() -> None:
             states = training.monitor.sample()
-            seconds = round(time.monotonic() - started, 2)
+            seconds = round(self._training_seconds(), 2)
             for name, state in states.items():
                 if shown.get(name) != state:
                     self.folder.metric("thread", seconds=seconds, thread=name, state=state)
@@ -278,31 +299,52 @@ class Run:
         finally:
             display.stop()
         tick()
-        export.save(self.folder.path / DRAFTER, training.drafters[0], judge, config.block_size, config.steps)
-        self._saved_step = config.steps
+        self._save(training.replicas[0])
+        export.save(self.folder.path / DRAFTER, training.drafters[0], targets[0], config.block_size, config.steps)
         self.summary["training"] = self._training_summary(training)
         return training
 
-    def _save(self, drafter: Drafter, target: Target, step: int) -> None:
-        """Save weights unless newer ones of this configuration are there, from this run or the one before it."""
-        folder = self.folder.path / DRAFTER
-        if not self._saved_step and (folder / export.WEIGHTS).exists():
-            self._saved_step = export.step_of(folder)
-        if step > self._saved_step:
-            export.save(folder, drafter, target, self.config.block_size, step)
-            self._saved_step = step
+    def _begin(self) -> None:
+        """Start the run's files anew, or go on with them where the checkpoint ends."""
+        checkpoint = self._checkpoint
+        self._checkpoints.begin(checkpoint)
+        if checkpoint is None:
+            self.folder.begin()
+            return
+        self.folder.resume(checkpoint.step, checkpoint.seconds)
+        self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}
+        for note in checkpoint.notes:
+            print(f"note: {note}", file=sys.stderr)
+        self._say(f"resumed at step {checkpoint.step} of {self.config.steps}")
 
-    def _save_newest(self, training: train.Training) -> None:
-        replica = training.at_rest()
-        if replica and replica.losses:
-            self._save(replica.drafter, training.targets[0], len(replica.losses))
+    def _training_seconds(self) -> float:
+        """Return the seconds of training so far, those before a resume among them."""
+        assert self.training
+        return (self._checkpoint.seconds if self._checkpoint else 0.0) + self.training.seconds
+
+    def _save(self, replica: train.Replica) -> None:
+        """Save the state after a replica's last step, unless what is saved is as new: a checkpoint, and the drafter for use."""
+        assert self.training
+        with self._saving:  # both by the first drafter thread and, when the run ends meanwhile, by the main thread
+            step = replica.step
+            if step > self._saved_step:
+                self.folder.sync_metrics()  # first: a checkpoint has the metrics of all its steps
+                self._checkpoints.save(replica.snapshot(), self._training_seconds())
+                self._saved_step = step
+            folder = self.folder.path / DRAFTER
+            try:
+                exported = export.step_of(folder) if (folder / export.WEIGHTS).exists() else 0
+            except SafetensorError:  # cut off by a machine that went down
+                exported = 0
+            if step > exported:
+                export.save(folder, replica.drafter, self.training.targets[0], self.config.block_size, step)
 
     def _training_summary(self, training: train.Training) -> dict[str, Any]:
-        losses = training.losses
+        losses = [line["loss"] for line in self.folder.metrics("step")]
         tenth = max(1, len(losses) // 10)
         lock = statistics().lock
         return {
-            "steps": len(losses),
+            "steps": training.step,
             "saved_step": self._saved_step,
             "loss_first_tenth": sum(losses[:tenth]) / tenth if losses else None,
             "loss_last_tenth": sum(losses[-tenth:]) / tenth if losses else None,
@@ -347,7 +389,7 @@ class Run:
     def _plot(self) -> None:
         assert self.training
         plots.loss(self.folder)
-        plots.threads(self.folder, self.training.seconds)
+        plots.threads(self.folder, self._training_seconds())
         drafters = self.summary["evaluation"]["drafters"]
         plots.acceptance(self.folder, {name: d["acceptance_by_position_not_looping"] for name, d in drafters.items()})
 
@@ -389,16 +431,22 @@ def _number(value: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code."""
+    """Return the exit code; to be called in the main thread, which signals interrupt."""
+    with interruptible():
+        return _main(arguments)
+
+
+def _main(arguments: list[str]) -> int:
     run: Run | None = None
     try:
         run = Run(prepare(*options(arguments)))
         try:
             failed = run.complete()
-        except KeyboardInterrupt:
+        except Interrupted as interrupt:
+            print("\nending; once more stops at once, without saving", file=sys.stderr, flush=True)
             run.end("interrupted")
-            print(f"\ninterrupted; all there is was saved to {run.folder.path}", file=sys.stderr)
-            return 130
+            print(f"interrupted; all there is was saved to {run.folder.path}, --resume goes on", file=sys.stderr)
+            return interrupt.code
         except Exception as error:
             run.summary["error"] = str(error)
             run.end("failed")
@@ -412,9 +460,9 @@ def main(arguments: list[str]) -> int:
     except WorkerError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before there was anything to save, or a second one
+    except Interrupted as interrupt:  # before there was anything to save
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        return interrupt.code
     finally:
         if run is not None and (left := run.left_behind()):
             print(f"left behind: {', '.join(left)}", file=sys.stderr, flush=True)
