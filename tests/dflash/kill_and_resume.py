@@ -1,6 +1,6 @@
 """Kill the example with SIGKILL at random moments and resume it, many times.
 
-    PYTHONPATH=src python -m tests.dflash.kill_and_resume --kills 20
+    PYTHONPATH=src:examples/dflash python -m tests.dflash.kill_and_resume --kills 20
 
 Each run is a process of its own, killed at a moment drawn evenly from the time that one takes to the end of its training, and
 resumed until it is complete; then the next run starts, until there have been enough kills. Fails unless each kill loses at
@@ -27,11 +27,10 @@ from checkpoints import MODEL, OPTIMIZER, by_step
 from run_folder import CHECKPOINTS, DRAFTER, METRICS, OPTIONS, SUMMARY
 from tests.dflash.conftest import write_tiny_target
 
-STEPS, SAVE_EVERY = 60, 3
+SAVE_EVERY = 3
 OPTIONS_GIVEN = (
     "--device cpu --taps 0,2,3 --layers 1 --block-size 4 --prompt-length 8 --response-length 8 --sequences 4 --uses 5 --batch 2 "
-    f"--anchors 4 --chunk-rows 8 --eval-prompts 1 --eval-prompt-length 8 --eval-new-tokens 8 --steps {STEPS} "
-    f"--save-every {SAVE_EVERY}"
+    f"--anchors 4 --chunk-rows 8 --eval-prompts 1 --eval-prompt-length 8 --eval-new-tokens 8 --save-every {SAVE_EVERY}"
 ).split()
 
 _forks = multiprocessing.get_context("fork")  # the program is imported once; no thread has been started here
@@ -57,11 +56,11 @@ def bits(path: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
 
 
-def results(folder: Path) -> dict[str, Any]:
+def results(folder: Path, steps: int) -> dict[str, Any]:
     """Return everything that must not depend on whether a run was killed."""
     assert json.loads((folder / SUMMARY).read_text())["status"] == "complete"
     step, newest = by_step(folder / CHECKPOINTS)[-1]
-    assert step == STEPS
+    assert step == steps
     return {
         "weights": bits(newest / MODEL),
         "optimizer": bits(newest / OPTIMIZER),
@@ -72,8 +71,9 @@ def results(folder: Path) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=20, help="how often (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
     given = parser.parse_args(arguments)
     rng = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as name:
@@ -85,14 +85,15 @@ def main(arguments: list[str]) -> None:
 
         def start(folder: Path) -> Any:
             options = [*OPTIONS_GIVEN, "--target", f"{place}/target", "--text", f"{place}/text", "--run", str(folder)]
+            options += ["--steps", str(given.steps)]
             again = ["--resume"] if (folder / OPTIONS).exists() else []
             process = _forks.Process(target=run_program, args=([*options, *again], output))
             process.start()
             return process
 
         start(place / "reference").join()
-        expected = results(place / "reference")
-        assert [line["step"] for line in expected["steps"]] == list(range(STEPS))
+        expected = results(place / "reference", given.steps)
+        assert [line["step"] for line in expected["steps"]] == list(range(given.steps))
         seconds = json.loads((place / "reference" / SUMMARY).read_text())["seconds"]
         until_trained = sum(seconds[stage] for stage in ("load", "references", "untrained", "n-gram", "training"))
 
@@ -110,15 +111,15 @@ def main(arguments: list[str]) -> None:
                 kills += 1
                 made, saved = len(step_lines(folder)), max((s for s, _ in by_step(folder / CHECKPOINTS)), default=0)
                 most_lost = max(most_lost, made - saved)
-                print(f"kill {kills} in run {runs}: {made} steps made, {saved} saved", flush=True)
+                print(f"kill {kills} in run {runs}: {made} steps made, {saved} saved", flush=True)  # noqa: T201  # what a program is for
                 assert 0 <= made - saved <= SAVE_EVERY
-            got = results(folder)
+            got = results(folder, given.steps)
             different = [what for what in expected if got[what] != expected[what]]
             assert not different, (
                 f"{', '.join(different)} of {folder.name} differ from those of a run that was not killed"
             )
         assert "cannot be read" not in output.read_text()
-    print(
+    print(  # noqa: T201
         f"{kills} kills in {runs} runs: at most {most_lost} steps lost, of {SAVE_EVERY} between checkpoints; equal in every bit"
     )
 

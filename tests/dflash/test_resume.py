@@ -21,6 +21,7 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 import checkpoints
 import optimizer
 import train
+from backend import BACKEND
 from checkpoints import MODEL, OPTIMIZER, STATE, Checkpoints, Snapshot, by_step
 from config import Config, ConfigError
 from pipeline import WorkerError
@@ -97,8 +98,17 @@ def uninterrupted(targets: list[Target]) -> Callable[[optimizer.OptimizerName], 
     return get
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-@pytest.mark.parametrize("stops", [(1,), (USES,), (USES + 2,), (3, 5, 10), (STEPS,)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [
+        ("muon", (USES,)),
+        ("muon", (USES + 2,)),
+        ("muon", (1, 3, 5, 10)),
+        ("muon", (STEPS,)),
+        ("adamw", (USES + 2,)),
+        ("adamw", (1, 3, 5, 10)),
+    ],
+)
 def test_n_steps_are_k_steps_a_resume_and_the_others_bit_for_bit(
     targets: list[Target],
     config: Config,
@@ -121,7 +131,7 @@ def test_n_steps_are_k_steps_a_resume_and_the_others_bit_for_bit(
         assert replica is not None
         Checkpoints(tmp_path, config, TEXT).save(replica.snapshot(), 0.0)
 
-        config = replace(config, targets=1 + 2 * number)
+        config = replace(config, targets=5 - number)
         checkpoint = Checkpoints(tmp_path, config, TEXT).resumable()
         assert checkpoint is not None
         assert (checkpoint.step, checkpoint.notes) == (step, ())
@@ -271,7 +281,7 @@ def test_a_large_target_is_known_by_samples_of_its_weights(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     content = torch.arange(2**21, dtype=torch.int32).numpy().tobytes()
     found = set()
-    for changed in (None, 0, len(content) - 1, range(0, len(content), 2**17)):
+    for changed in (None, 0, len(content) - 1, range(0, len(content), 2**16)):
         weights = bytearray(content)
         for place in changed if isinstance(changed, range) else () if changed is None else (changed,):
             weights[place] ^= 1
@@ -284,11 +294,11 @@ def test_other_versions_are_a_note_and_no_refusal(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, config, 6)
-    monkeypatch.setattr(torch, "__version__", "99.0")
+    monkeypatch.setattr(checkpoints, "BACKEND", "another")
     checkpoint = Checkpoints(tmp_path, config, TEXT).resumable()
     assert checkpoint is not None
     (note,) = checkpoint.notes
-    assert "this is 99.0" in note
+    assert f"made with backend {BACKEND}, and this is another" in note
     assert "not bit for bit" in note
 
 
@@ -381,7 +391,7 @@ KILLS = """
 import torch
 torch._dynamo.config.disable = True  # compiles are most of so short a run, and are not what is killed here
 from tests.dflash.kill_and_resume import main
-main(["--kills", "3"])
+main(["--kills", "3", "--steps", "15"])
 """
 
 
