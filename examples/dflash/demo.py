@@ -299,8 +299,7 @@ class Run:
         finally:
             display.stop()
         tick()
-        self._save(training.replicas[0])
-        export.save(self.folder.path / DRAFTER, training.drafters[0], targets[0], config.block_size, config.steps)
+        self._save(training.replicas[0], final=True)
         self.summary["training"] = self._training_summary(training)
         return training
 
@@ -322,8 +321,11 @@ class Run:
         assert self.training
         return (self._checkpoint.seconds if self._checkpoint else 0.0) + self.training.seconds
 
-    def _save(self, replica: train.Replica) -> None:
-        """Save the state after a replica's last step, unless what is saved is as new: a checkpoint, and the drafter for use."""
+    def _save(self, replica: train.Replica, *, final: bool = False) -> None:
+        """Save the state after a replica's last step, as a checkpoint and as a drafter to use, each unless one as new is there.
+
+        A drafter of more steps, from a run before a restart, stays until the ``final`` one of this run takes its place.
+        """
         assert self.training
         with self._saving:  # both by the first drafter thread and, when the run ends meanwhile, by the main thread
             step = replica.step
@@ -336,7 +338,7 @@ class Run:
                 exported = export.step_of(folder) if (folder / export.WEIGHTS).exists() else 0
             except SafetensorError:  # cut off by a machine that went down
                 exported = 0
-            if step > exported:
+            if final or step > exported:
                 export.save(folder, replica.drafter, self.training.targets[0], self.config.block_size, step)
 
     def _training_summary(self, training: train.Training) -> dict[str, Any]:
