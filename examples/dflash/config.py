@@ -134,7 +134,7 @@ class Config:
         False, "compute forward passes in bfloat16; the drafter's weights and optimizer stay in float32"
     )
 
-    save_every: int = _option(45, "steps between two savings of the drafter", at_least=1)
+    save_every: int = _option(45, "steps between two checkpoints", at_least=1)
     queue_depth: int = _option(2, "batches of work that wait for one replica at most", at_least=1)
 
     tau: float = _option(

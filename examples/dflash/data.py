@@ -186,6 +186,17 @@ def draw_answered(
     return tokens, supervised
 
 
+def digest(source: Source) -> str:
+    """Return a hash of all tokens, and of which of them are answers."""
+    found = hashlib.sha256()
+    parts = [source] if isinstance(source, Tensor) else [part for sample in source.samples for part in sample]
+    for part in parts:
+        if not isinstance(source, Tensor):
+            found.update(f"{len(part)} ".encode())
+        found.update(part.contiguous().numpy().data)
+    return found.hexdigest()
+
+
 @lru_cache(maxsize=4)
 def _order(count: int, seed: int, turn: int) -> list[int]:
     return torch.randperm(count, generator=generator(seed, "order", turn)).tolist()

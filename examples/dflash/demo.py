@@ -4,7 +4,8 @@
 
 Five target threads answer prompts and hand their features to three drafter threads through bounded queues, all in one
 process and all calling compiled functions at the same time. Everything is written to the run folder. Exits with 0 if all
-checks passed, 1 if one did not or a thread failed, 2 for options that cannot work, 130 after Ctrl-C. See README.md.
+checks passed, 1 if one did not or a thread failed, 2 for options that cannot work, 130 after Ctrl-C and 143 after SIGTERM, from
+where ``--resume`` goes on. See README.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import os
 import platform
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import transformers
 from rich.console import Console
+from safetensors import SafetensorError
 
 import chat
 import data
@@ -33,12 +36,13 @@ import options
 import plots
 import train
 from backend import BACKEND, cpp_compiler
+from checkpoints import Checkpoint, Checkpoints
 from config import Config, ConfigError
 from data import Conversations, Source
 from display import Display
-from drafter import Drafter
+from interrupt import Interrupted, interruptible
 from pipeline import WorkerError
-from run_folder import DRAFTER, EVALUATION, SUMMARY, RunFolder
+from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, SUMMARY, RunFolder, Start
 from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, choose_taps, language_of, read_config, shape_of
@@ -50,11 +54,13 @@ class Command(NamedTuple):
     Attributes:
         config: options.
         run: the run folder.
+        start: how to begin in it.
         estimate_for: no run is wanted, but an estimate of it, at this many tokens a second of each drafter.
     """
 
     config: Config
     run: Path
+    start: Start
     estimate_for: float | None
 
 
@@ -67,6 +73,8 @@ class Prepared(NamedTuple):
     language: Language
     train_on: Source
     held_out: Source
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None
 
 
 def command_line(arguments: list[str]) -> Command:
@@ -85,6 +93,9 @@ def command_line(arguments: list[str]) -> Command:
     parser.add_argument(
         "--run", type=Path, metavar="PATH", help="run folder, for all that is written (runs/dflash-NAME)"
     )
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
+    begin.add_argument("--restart", action="store_true", help="begin again, and delete the run folder's checkpoints")
     parser.add_argument(
         "--dry-run",
         nargs="?",
@@ -97,7 +108,13 @@ def command_line(arguments: list[str]) -> Command:
     options.add_to(parser)
     given = vars(parser.parse_args(arguments))
     file, run, dry_run = options.find(given.pop("config")), given.pop("run"), given.pop("dry_run")
-    return Command(options.combine(file, given), run or Path("runs") / f"dflash-{file.stem}", dry_run)
+    resume, restart = given.pop("resume"), given.pop("restart")
+    return Command(
+        options.combine(file, given),
+        run or Path("runs") / f"dflash-{file.stem}",
+        "resume" if resume else "restart" if restart else "fresh",
+        dry_run,
+    )
 
 
 def _rate(text: str) -> float:
@@ -123,7 +140,7 @@ def show_estimate(config: Config, rate: float) -> None:
     estimate.show(estimate.estimate(config, rate=rate), config, Console())
 
 
-def prepare(config: Config, run: Path) -> Prepared:
+def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
     """Check everything that can be wrong with the options, and read the text or the conversations.
 
     Raises:
@@ -138,7 +155,10 @@ def prepare(config: Config, run: Path) -> Prepared:
         config.target, target, mask_id=config.mask_token_id, trust_remote_code=config.trust_remote_code
     )
     train_on, held_out = _sources(config, language)
-    return Prepared(config, RunFolder(run, config), taps, language, train_on, held_out)
+    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on)
+    checkpoint = checkpoints.resumable() if start == "resume" else None
+    folder = RunFolder(run, config, start)
+    return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint)
 
 
 def _sources(config: Config, language: Language) -> tuple[Source, Source]:
@@ -162,7 +182,8 @@ class Run:
     """One run, from loading to the summary, which is written however the run ends."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self.config, self.folder, self.taps, self.language, self._train_on, self._held_out = prepared
+        self.config, self.folder, self.taps, self.language = prepared[:4]
+        self._train_on, self._held_out, self._checkpoints, self._checkpoint = prepared[4:]
         self.training: train.Training | None = None
         self.summary: dict[str, Any] = {
             "status": "running",
@@ -177,7 +198,8 @@ class Run:
         }
         self._console = Console()
         self._stage_started = self._started = time.monotonic()
-        self._saved_step = 0
+        self._saving = threading.RLock()
+        self._saved_step = self._checkpoint.step if self._checkpoint else 0  # guarded by _saving
 
     def complete(self) -> list[str]:
         """Run everything; return the checks that failed.
@@ -188,7 +210,7 @@ class Run:
         config = self.config
         # Eight threads share few cores: operators that split up further only get in each other's way.
         torch.set_num_threads(1)
-        self.folder.begin()
+        self._begin()
         self._say(f"{config.targets} target and {config.drafters} drafter threads, torch {torch.__version__}")
         self._say(
             f"compiler backend: {BACKEND}"
@@ -235,7 +257,10 @@ class Run:
         self._done("trained")
         self.summary["graphs"] = {
             "compiled_by_all_threads": training.compiled,
-            "compiled_by_one_thread": train.compiles_of_one_thread(config, self._train_on, judge),
+            # A run resumed at its end had nothing to compile.
+            "compiled_by_one_thread": (
+                train.compiles_of_one_thread(config, self._train_on, judge) if training.losses else 0
+            ),
         }
         self._done("one thread")
         self.folder.write_json(EVALUATION, evaluate.raw(evaluations))
@@ -250,8 +275,11 @@ class Run:
 
     def end(self, status: str) -> None:
         """Save what there is to save, and the summary."""
-        if self.training and status != "complete":
-            self._save_newest(self.training)
+        if self.training and status != "complete" and (replica := self.training.at_rest()):
+            try:
+                self._save(replica)
+            except OSError as error:  # such as a full disk, which may be why the run ends
+                print(f"step {replica.step} could not be saved: {error}", file=sys.stderr)
         self.summary["status"] = status
         self.summary["seconds"]["all"] = round(time.monotonic() - self._started, 1)
         self.summary["cpu_seconds"] = round(time.process_time(), 1)
@@ -265,21 +293,20 @@ class Run:
 
     def _train(self, targets: list[Target]) -> train.Training:
         config = self.config
-        training = self.training = train.Training(config, self._train_on, targets)
-        judge = targets[0]
+        snapshot = self._checkpoint.snapshot() if self._checkpoint else None
+        training = self.training = train.Training(config, self._train_on, targets, snapshot)
         shown: dict[str, str] = {}
-        started = time.monotonic()
 
         def report(step: int, loss: float) -> None:
             self.folder.metric("step", step=step, loss=loss, waiting=training.waiting)
             if (step + 1) % config.save_every == 0:
-                self._save(training.drafters[0], judge, step + 1)
+                self._save(training.replicas[0])
 
         display = Display(training, self._console)
 
         def tick() -> None:
             states = training.monitor.sample()
-            seconds = round(time.monotonic() - started, 2)
+            seconds = round(self._training_seconds(), 2)
             for name, state in states.items():
                 if shown.get(name) != state:
                     self.folder.metric("thread", seconds=seconds, thread=name, state=state)
@@ -292,31 +319,54 @@ class Run:
         finally:
             display.stop()
         tick()
-        export.save(self.folder.path / DRAFTER, training.drafters[0], judge, config.block_size, config.steps)
-        self._saved_step = config.steps
+        self._save(training.replicas[0], final=True)
         self.summary["training"] = self._training_summary(training)
         return training
 
-    def _save(self, drafter: Drafter, target: Target, step: int) -> None:
-        """Save weights unless newer ones of this configuration are there, from this run or the one before it."""
-        folder = self.folder.path / DRAFTER
-        if not self._saved_step and (folder / export.WEIGHTS).exists():
-            self._saved_step = export.step_of(folder)
-        if step > self._saved_step:
-            export.save(folder, drafter, target, self.config.block_size, step)
-            self._saved_step = step
+    def _begin(self) -> None:
+        """Start the run's files anew, or go on with them where the checkpoint ends."""
+        checkpoint = self._checkpoint
+        self._checkpoints.begin(checkpoint)
+        if checkpoint is None:
+            self.folder.begin()
+            return
+        self.folder.resume(checkpoint.step, checkpoint.seconds)
+        self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}
+        for note in checkpoint.notes:
+            print(f"note: {note}", file=sys.stderr)
+        self._say(f"resumed at step {checkpoint.step} of {self.config.steps}")
 
-    def _save_newest(self, training: train.Training) -> None:
-        replica = training.at_rest()
-        if replica and replica.losses:
-            self._save(replica.drafter, training.targets[0], len(replica.losses))
+    def _training_seconds(self) -> float:
+        """Return the seconds of training so far, those before a resume among them."""
+        assert self.training
+        return (self._checkpoint.seconds if self._checkpoint else 0.0) + self.training.seconds
+
+    def _save(self, replica: train.Replica, *, final: bool = False) -> None:
+        """Save the state after a replica's last step, as a checkpoint and as a drafter to use, each unless one as new is there.
+
+        A drafter of more steps, from a run before a restart, stays until the ``final`` one of this run takes its place.
+        """
+        assert self.training
+        with self._saving:  # both by the first drafter thread and, when the run ends meanwhile, by the main thread
+            step = replica.step
+            if step > self._saved_step:
+                self.folder.sync_metrics()  # first: a checkpoint has the metrics of all its steps
+                self._checkpoints.save(replica.snapshot(), self._training_seconds())
+                self._saved_step = step
+            folder = self.folder.path / DRAFTER
+            try:
+                exported = export.step_of(folder) if (folder / export.WEIGHTS).exists() else 0
+            except SafetensorError:  # cut off by a machine that went down
+                exported = 0
+            if final or step > exported:
+                export.save(folder, replica.drafter, self.training.targets[0], self.config.block_size, step)
 
     def _training_summary(self, training: train.Training) -> dict[str, Any]:
-        losses = training.losses
+        losses = [line["loss"] for line in self.folder.metrics("step")]
         tenth = max(1, len(losses) // 10)
         lock = statistics().lock
         return {
-            "steps": len(losses),
+            "steps": training.step,
             "saved_step": self._saved_step,
             "loss_first_tenth": sum(losses[:tenth]) / tenth if losses else None,
             "loss_last_tenth": sum(losses[-tenth:]) / tenth if losses else None,
@@ -361,7 +411,7 @@ class Run:
     def _plot(self) -> None:
         assert self.training
         plots.loss(self.folder)
-        plots.threads(self.folder, self.training.seconds)
+        plots.threads(self.folder, self._training_seconds())
         drafters = self.summary["evaluation"]["drafters"]
         plots.acceptance(self.folder, {name: d["acceptance_by_position_not_looping"] for name, d in drafters.items()})
 
@@ -403,20 +453,26 @@ def _number(value: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code."""
+    """Return the exit code; to be called in the main thread, which signals interrupt."""
+    with interruptible():
+        return _main(arguments)
+
+
+def _main(arguments: list[str]) -> int:
     run: Run | None = None
     try:
         command = command_line(arguments)
         if command.estimate_for is not None:
             show_estimate(command.config, command.estimate_for)
             return 0
-        run = Run(prepare(command.config, command.run))
+        run = Run(prepare(command.config, command.run, command.start))
         try:
             failed = run.complete()
-        except KeyboardInterrupt:
+        except Interrupted as interrupt:
+            print("\nending; once more stops at once, without saving", file=sys.stderr, flush=True)
             run.end("interrupted")
-            print(f"\ninterrupted; all there is was saved to {run.folder.path}", file=sys.stderr)
-            return 130
+            print(f"interrupted; all there is was saved to {run.folder.path}, --resume goes on", file=sys.stderr)
+            return interrupt.code
         except Exception as error:
             run.summary["error"] = str(error)
             run.end("failed")
@@ -430,9 +486,9 @@ def main(arguments: list[str]) -> int:
     except WorkerError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before there was anything to save, or a second one
+    except Interrupted as interrupt:  # before there was anything to save
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        return interrupt.code
     finally:
         if run is not None and (left := run.left_behind()):
             print(f"left behind: {', '.join(left)}", file=sys.stderr, flush=True)

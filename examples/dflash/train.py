@@ -15,6 +15,7 @@ import attention
 import blocks
 import data
 import optimizer
+from checkpoints import Snapshot
 from config import Config, ConfigError
 from data import Source
 from drafter import Drafter, DrafterShape
@@ -164,14 +165,20 @@ class Replica:
 
     Weights and optimizer are in float32 whatever the forward pass computes in: in bfloat16 the steps of a norm's weights are
     below half a unit in the last place, and are lost.
+
+    Attributes:
+        step: whole steps behind the weights, those before a resume among them.
+        losses: of the steps since the start or the resume.
     """
 
     def __init__(self, config: Config, index: int, drafter: Drafter, vocabulary: Vocabulary, mask_id: int) -> None:
         self.config = config
         self.index = index
         self.drafter = drafter
+        self.step = 0
         self.losses: list[float] = []
         self.waiting_seconds = 0.0
+        self._within_update = False
         self._mask_id = mask_id
         self._vocabulary = vocabulary
         self._device = vocabulary.head.device
@@ -199,23 +206,52 @@ class Replica:
         """Be a drafter thread: take work in order, train on it step by step together with the other replicas."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        steps = iter(range(self.config.steps))
-        while following := list(itertools.islice(steps, self.config.uses)):
+        while self.step < self.config.steps:
             monitor.now("waits for work")
             asked = time.monotonic()
             work = queue.get()
             self.waiting_seconds += time.monotonic() - asked
-            for step in following:
+            # After a resume, the first batch of work has some of its steps behind it.
+            for step in range(
+                self.step, min(self.config.steps, (self.step // self.config.uses + 1) * self.config.uses)
+            ):
                 monitor.now("trains")
                 loss = self.loss(work, step)
                 loss.backward()
                 monitor.now("waits for replicas")
-                exchange.average(self.index, self._optimizers.parameters)
-                monitor.now("trains")
-                self._optimizers.step()
-                self.losses.append(loss.item())
+                self._update(exchange, loss, monitor)
                 monitor.count(self.config.batch * self.config.length)
                 report(step, self.losses[-1])
+
+    def _update(self, exchange: GradientExchange, loss: Tensor, monitor: Monitor) -> None:
+        self._within_update = (
+            True  # before the meeting: all replicas that pass it make this step, whenever they wake up
+        )
+        try:
+            exchange.average(self.index, self._optimizers.parameters)
+        except BaseException:
+            self._within_update = False  # no weight has changed
+            raise
+        monitor.now("trains")
+        self._optimizers.step()
+        self.losses.append(loss.item())  # waits for the device, too
+        self.step += 1
+        self._within_update = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the weights are those after a whole step: not while an update is under way, or if one failed."""
+        return not self._within_update
+
+    def snapshot(self) -> Snapshot:
+        """Return the state after the last step, in tensors that the next one changes."""
+        return Snapshot(self.step, self.drafter.state_dict(), self._optimizers.state())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a copy of ``snapshot``."""
+        self.step = snapshot.step
+        self.drafter.load_state_dict(snapshot.weights)
+        self._optimizers.restore(snapshot.optimizer, snapshot.step)
 
     def loss(self, work: Work, step: int) -> Tensor:
         """Return the loss of one step: some of the work's sequences, with anchors drawn for this step alone.
@@ -256,23 +292,27 @@ class Training:
     """A training run: replicas, queues and threads.
 
     Attributes:
-        seconds: wall time of `run`.
         compiled: graphs that all threads together compiled in it.
 
     Args:
         config: validated options.
         source: what sequences are drawn from.
         targets: one for each target thread.
+        snapshot: to go on from; None for an untrained drafter.
     """
 
-    def __init__(self, config: Config, source: Source, targets: list[Target]) -> None:
+    def __init__(self, config: Config, source: Source, targets: list[Target], snapshot: Snapshot | None = None) -> None:
         self.config = config
         self.source = source
         self.targets = targets
-        self.queues: list[OrderedQueue[Work]] = [OrderedQueue(config.queue_depth) for _ in range(config.drafters)]
+        self._first_item = snapshot.step // config.uses if snapshot else 0
+        self.queues: list[OrderedQueue[Work]] = [
+            OrderedQueue(config.queue_depth, self._first_item) for _ in range(config.drafters)
+        ]
         self.monitor = Monitor()
-        self.seconds = 0.0
         self.compiled = 0
+        self._started: float | None = None
+        self._ended: float | None = None
         self.replicas = [
             Replica(
                 config,
@@ -283,11 +323,16 @@ class Training:
             )
             for index, device in enumerate(config.devices()[config.targets :])
         ]
+        if snapshot:
+            for replica in self.replicas:
+                replica.restore(snapshot)
         self._exchange = GradientExchange(config.drafters)
         self.crew = Crew([self._exchange.stop, *(queue.stop for queue in self.queues)])
 
     def run(self, report: Callable[[int, float], None], tick: Callable[[], None] = lambda: None) -> None:
         """Train ``config.drafters`` replicas on work from the targets, each in a thread of its own.
+
+        However it ends, replicas whose threads have ended are all at the end of the same step, unless an update failed.
 
         Args:
             report: called in the first replica's thread after each of its steps, with step and loss.
@@ -297,9 +342,11 @@ class Training:
             WorkerError: if a thread failed; all have been told to stop by then.
         """
         config = self.config
-        items = -(-config.steps // config.uses)
-        tickets = Tickets(itertools.product(range(items), range(config.drafters)))
-        started = time.monotonic()
+        if self.step == config.steps:
+            return
+        items = range(self._first_item, -(-config.steps // config.uses))
+        tickets = Tickets(itertools.product(items, range(config.drafters)))
+        self._started = time.monotonic()
         compiled = statistics().compiled
         try:  # around the starts, too: an interrupt between two of them has to end those that run
             for index, target in enumerate(self.targets):
@@ -312,9 +359,19 @@ class Training:
             self.crew.wait(tick)
         finally:
             self.crew.end()
-            self.seconds = time.monotonic() - started
+            self._ended = time.monotonic()
             self.compiled = statistics().compiled - compiled
         self.crew.check()
+
+    @property
+    def step(self) -> int:
+        """Steps that the first replica has behind it, those before a resume among them."""
+        return self.replicas[0].step
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of `run` so far."""
+        return 0.0 if self._started is None else (self._ended or time.monotonic()) - self._started
 
     @property
     def waiting(self) -> int:
@@ -328,18 +385,20 @@ class Training:
 
     @property
     def losses(self) -> list[float]:
-        """Mean loss of the replicas at each step that all have made."""
+        """Mean loss of the replicas at each step that all have made since the start or the resume."""
         return [sum(same) / len(same) for same in zip(*(r.losses for r in self.replicas), strict=False)]
 
     @property
     def tokens(self) -> int:
-        """Context tokens used so far, of all replicas."""
+        """Context tokens used since the start or the resume, of all replicas."""
         return sum(len(r.losses) for r in self.replicas) * self.config.batch * self.config.length
 
     def at_rest(self) -> Replica | None:
-        """Return a replica whose thread has ended, or not begun, so that its weights are those after a whole step."""
-        running = self.crew.running()
-        return next((r for r in self.replicas if f"drafter-{r.index}" not in running), None)
+        """Return a replica whose weights are those after a whole step, and stay so: to be called before or after `run` only.
+
+        Its thread may have been left behind, inside a compile or a pass, but cannot come to an update any more.
+        """
+        return next((r for r in self.replicas if r.whole), None)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:
