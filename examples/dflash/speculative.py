@@ -65,12 +65,11 @@ class DFlashProposer:
         self.passes = 0
         self._vocabulary = target.vocabulary(target.device)
         self._block = torch.full((1, block_size), target.language.mask_id, device=target.device)
-        self._slots = torch.arange(block_size, device=target.device).unsqueeze(0)
         self._context: list[KeysValues] = []
 
     @torch.no_grad()
     def propose(self, known: list[int], features: Tensor) -> Tensor:
-        """See `Proposer`. Keys and values of the block are not kept: all that is kept lies before the next block, and is visible.
+        """See `Proposer`. Keys and values of the block are not kept: all that is kept lies before the next block.
 
         The block is the anchor and mask tokens at absolute positions; slot ``k``'s output predicts the token at its own position
         (paper, section 4.2).
@@ -80,12 +79,10 @@ class DFlashProposer:
         new = self._drafter.context(
             features, torch.arange(start - features.shape[1], start, device=features.device).unsqueeze(0)
         )
-        self._context = (
-            [_append(old, more) for old, more in zip(self._context, new, strict=True)] if self._context else new
-        )
+        self._context = self._drafter.keep(self._context, new)
         self._block[0, 0] = known[-1]
         embeddings = torch.nn.functional.embedding(self._block, self._vocabulary.embedding)
-        normed = self._drafter.blocks(embeddings, self._slots + start, self._context, None)
+        normed = self._drafter.draft(embeddings, start, self._context)
         return self._target.logits(normed[0, 1:]).argmax(-1)
 
 
@@ -166,7 +163,3 @@ def speculate(target: Target, proposer: Proposer, prompt: Tensor, new_tokens: in
 
 def _ended(target: Target, tokens: list[int]) -> bool:
     return bool(tokens) and tokens[-1] in target.language.eos_ids
-
-
-def _append(old: KeysValues, new: KeysValues) -> KeysValues:
-    return torch.cat((old[0], new[0]), dim=2), torch.cat((old[1], new[1]), dim=2)

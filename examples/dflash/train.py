@@ -200,7 +200,7 @@ class Replica:
 
         Anchors are drawn anew each time a sequence is used (paper, section 4.2 and A.1).
         """
-        config = self.config
+        config, shape = self.config, self.drafter.shape
         key = (config.seed, "step", step, self.index)
         rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch].to(work.tokens.device)
         tokens, loss_mask = work.tokens[rows].to(self._device), work.loss_mask[rows].to(self._device)
@@ -216,7 +216,9 @@ class Replica:
                 nn.functional.embedding(inputs, self._vocabulary.embedding),
                 self._context_positions,
                 blocks.positions(anchors, config.block_size),
-                attention.build_mask(anchors, keep, config.length, config.block_size),
+                attention.build_masks(
+                    shape.layer_types, shape.sliding_window, anchors, keep, config.length, config.block_size
+                ),
             )
             return chunked_loss(
                 draft_normed,
