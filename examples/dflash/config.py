@@ -31,6 +31,9 @@ class Config:
         text: folder of text; None for the standard library's sources.
         targets, drafters: number of target and drafter threads.
         layers: draft layers (paper: 5).
+        draft_heads, draft_kv_heads, draft_head_dim, draft_intermediate_size: the drafter's own sizes; None for the target's.
+        layer_types: ``full_attention`` or ``sliding_attention`` for each draft layer; empty for full layers only (the paper's).
+        sliding_window: tokens that sliding layers look back.
         block_size: ``B``, anchor included (paper: 16).
         taps: target layers whose outputs are the features; None for the paper's choice, which needs a deep target.
         prompt_length, response_length: tokens of a training sequence, text and target's answer.
@@ -62,6 +65,12 @@ class Config:
     drafters: int = 3
 
     layers: int = 2
+    draft_heads: int | None = None
+    draft_kv_heads: int | None = None
+    draft_head_dim: int | None = None
+    draft_intermediate_size: int | None = None
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
     block_size: int = 8
     taps: tuple[int, ...] | None = (0, 1, 2)
 
