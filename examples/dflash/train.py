@@ -40,17 +40,23 @@ class Work:
 
 
 def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShape:
-    """Return the drafter that fits a target: its width and its heads, but fewer layers."""
+    """Return the drafter for a target: of its width, with fewer layers, and with its heads unless the configuration names others.
+
+    Raises:
+        ConfigError: if the sizes do not go together.
+    """
     return DrafterShape(
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=_own(config.draft_intermediate_size, target.intermediate_size),
         layers=config.layers,
-        heads=target.heads,
-        kv_heads=target.kv_heads,
-        head_dim=target.head_dim,
+        heads=_own(config.draft_heads, target.heads),
+        kv_heads=_own(config.draft_kv_heads, target.kv_heads),
+        head_dim=_own(config.draft_head_dim, target.head_dim),
         taps=taps,
         rope_theta=target.rope_theta,
         rms_norm_eps=target.rms_norm_eps,
+        layer_types=config.layer_types,
+        sliding_window=config.sliding_window,
     )
 
 
@@ -355,6 +361,10 @@ def largest_difference(drafters: list[Drafter]) -> float:
     """Return the largest absolute difference between the first drafter's weights and any other's."""
     first, *others = ([p.cpu() for p in d.parameters()] for d in drafters)
     return max((float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True)), default=0.0)
+
+
+def _own(named: int | None, targets: int) -> int:
+    return targets if named is None else named
 
 
 def _silent(step: int, loss: float) -> None:
