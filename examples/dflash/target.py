@@ -79,12 +79,14 @@ class Language:
 
     Attributes:
         encode: turns text into ids, int32 ``[n]``.
+        decode: turns ids, int64 ``[n]``, into text, without those that only mark an end.
         eos_ids: ids that end a text, in ascending order; there may be none.
         mask_id: the id whose embedding fills draft slots: one the text never has (paper, section 4.2).
         vocab_size: rows of the embedding.
     """
 
     encode: Callable[[bytes], Tensor]
+    decode: Callable[[Tensor], bytes]
     eos_ids: tuple[int, ...]
     mask_id: int
     vocab_size: int
@@ -156,19 +158,22 @@ def language_of(folder: Path, config: PretrainedConfig, *, trust_remote_code: bo
                 f"target is {folder}: without a tokenizer a byte is a token, which takes {data.VOCAB_SIZE} ids, "
                 f"but the model has {config.vocab_size}"
             )
-        return Language(data.encode, eos_ids, data.MASK_ID, config.vocab_size)
+        return Language(data.encode, data.decode, eos_ids, data.MASK_ID, config.vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
     def encode(text: bytes) -> Tensor:
         ids = tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
 
+    def decode(tokens: Tensor) -> bytes:
+        return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True)).encode()
+
     mask_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
     if mask_id >= config.vocab_size:
         raise ConfigError(
             f"target is {folder}: all {config.vocab_size} ids are taken, there is none for the mask token"
         )
-    return Language(encode, eos_ids, mask_id, config.vocab_size)
+    return Language(encode, decode, eos_ids, mask_id, config.vocab_size)
 
 
 def _nothing() -> None:

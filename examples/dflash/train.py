@@ -45,6 +45,7 @@ def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShap
     Raises:
         ConfigError: if the sizes do not go together.
     """
+    layer_types = tuple(config.layer_types or ())
     return DrafterShape(
         hidden_size=target.hidden_size,
         intermediate_size=_own(config.draft_intermediate_size, target.intermediate_size),
@@ -55,8 +56,8 @@ def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShap
         taps=taps,
         rope_theta=target.rope_theta,
         rms_norm_eps=target.rms_norm_eps,
-        layer_types=config.layer_types,
-        sliding_window=config.sliding_window,
+        layer_types=layer_types,
+        sliding_window=config.sliding_window if attention.SLIDING in layer_types else None,
     )
 
 
