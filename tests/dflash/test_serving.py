@@ -164,6 +164,72 @@ def test_a_published_configuration_with_its_fields_in_one_place_is_read(folder: 
         serving.check_exported(folder)
 
 
+# The fields of z-lab/Qwen3-8B-DFlash-b16, and those of SpecForge's drafter of Qwen3.6-27B where they differ.
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "bos_token_id": 151643,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": [FULL] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN36_27B: dict[str, Any] = QWEN3_8B | {
+    "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "layer_types": [SLIDING] * 4 + [FULL],
+    "num_target_layers": 64,
+    "rope_theta": 10000000,
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+    "vocab_size": 248320,
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "taps", "mask_id", "window", "billions"),
+    [
+        (QWEN3_8B, (1, 9, 17, 25, 33), 151669, None, 1.05),
+        (QWEN36_27B, (1, 16, 31, 46, 61), 248070, 2048, 1.73),
+    ],
+    ids=["qwen3-8b", "qwen3.6-27b"],
+)
+def test_published_configurations_are_read(
+    tmp_path: Path, published: dict[str, Any], taps: tuple[int, ...], mask_id: int, window: int | None, billions: float
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    served = serving.read(tmp_path)
+    assert (served.block_size, served.taps, served.mask_id, served.dtype) == (16, taps, mask_id, torch.bfloat16)
+    shape = served.shape
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (5, 32, 8, 128)
+    assert (shape.rope_theta, shape.sliding_window) == (published["rope_theta"], window)
+    assert shape.layer_types == tuple(published["layer_types"])
+    weights = sum(math.prod(size) for size in serving.weight_shapes(served).values())
+    assert round(weights / 1e9, 2) == billions
+
+
 def dflash(**changes: Any) -> dict[str, Any]:
     return {"block_size": BLOCK, "mask_token_id": 1, "target_layer_ids": [0, 2, 3]} | changes
 
