@@ -50,9 +50,9 @@ class Generated:
 
 
 def load(
-    target: Path, drafter: Path, device: torch.device, *, trust_remote_code: bool
+    target: Path, drafter: Path, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> tuple[Target, export.Exported]:
-    """Read a drafter and its target, which taps what the drafter was trained on.
+    """Read a drafter and its target, which taps what the drafter was trained on; both compute in ``dtype``.
 
     Raises:
         ConfigError: if one of them cannot be read, or they do not go together.
@@ -64,9 +64,11 @@ def load(
         drafter, served, hidden_size=shape.hidden_size, layers=shape.layers, vocab_size=config.vocab_size
     )
     exported = export.load(drafter, device)
+    exported.drafter.to(dtype)
     language = language_of(target, config, trust_remote_code=trust_remote_code)
     language = replace(language, mask_id=served.mask_id)
-    return Target(target, served.taps, device, trust_remote_code=trust_remote_code, language=language), exported
+    loaded = Target(target, served.taps, device, trust_remote_code=trust_remote_code, language=language, dtype=dtype)
+    return loaded, exported
 
 
 def generate(
@@ -125,6 +127,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=3, help="how often each way is timed (%(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, or a GPU such as cuda:0 (%(default)s)")
+    parser.add_argument("--dtype", choices=export.DTYPES, default="float32", help="what both compute in (%(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     return parser.parse_args(arguments)
 
@@ -137,7 +140,13 @@ def main(arguments: list[str]) -> int:
         for name, least in (("new_tokens", 1), ("repeats", 1), ("temperature", 0)):
             if not getattr(options, name) >= least:
                 raise ConfigError(f"{name} is {getattr(options, name)}, it must be at least {least}")
-        target, exported = load(options.target, options.drafter, device, trust_remote_code=options.trust_remote_code)
+        target, exported = load(
+            options.target,
+            options.drafter,
+            device,
+            export.DTYPES[options.dtype],
+            trust_remote_code=options.trust_remote_code,
+        )
         prompt = target.language.encode(options.prompt.encode()).long().to(device)
         if not len(prompt):
             raise ConfigError("the prompt is empty: there is nothing to continue")
@@ -147,7 +156,7 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = target.language.decode(torch.tensor(generated.decoded.tokens)).decode(errors="replace")
+    text = target.language.decode(torch.tensor(generated.decoded.tokens))
     print(f"{options.prompt}{text}\n")
     print("\n".join(report(generated, exported.block_size, options.temperature, options.repeats)))
     if options.temperature == 0:

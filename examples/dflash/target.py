@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,17 +79,23 @@ class Language:
 
     Attributes:
         encode: turns text into ids, int32 ``[n]``.
-        decode: turns ids, int64 ``[n]``, into text, without those that only mark an end.
         eos_ids: ids that end a text, in ascending order; there may be none.
         mask_id: the id whose embedding fills draft slots: one the text never has (paper, section 4.2).
         vocab_size: rows of the embedding.
+        tokenizer: the tokenizer of transformers, if there is one.
     """
 
     encode: Callable[[bytes], Tensor]
-    decode: Callable[[Tensor], bytes]
     eos_ids: tuple[int, ...]
     mask_id: int
     vocab_size: int
+    tokenizer: Any = None
+
+    def decode(self, tokens: Tensor) -> str:
+        """Return the text of ids ``[n]``, without those that have none, such as the end of text."""
+        if self.tokenizer is None:
+            return data.decode(tokens).decode(errors="replace")
+        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -158,22 +164,19 @@ def language_of(folder: Path, config: PretrainedConfig, *, trust_remote_code: bo
                 f"target is {folder}: without a tokenizer a byte is a token, which takes {data.VOCAB_SIZE} ids, "
                 f"but the model has {config.vocab_size}"
             )
-        return Language(data.encode, data.decode, eos_ids, data.MASK_ID, config.vocab_size)
+        return Language(data.encode, eos_ids, data.MASK_ID, config.vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
     def encode(text: bytes) -> Tensor:
         ids = tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
 
-    def decode(tokens: Tensor) -> bytes:
-        return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True)).encode()
-
     mask_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
     if mask_id >= config.vocab_size:
         raise ConfigError(
             f"target is {folder}: all {config.vocab_size} ids are taken, there is none for the mask token"
         )
-    return Language(encode, decode, eos_ids, mask_id, config.vocab_size)
+    return Language(encode, eos_ids, mask_id, config.vocab_size, tokenizer)
 
 
 def _nothing() -> None:
@@ -195,6 +198,7 @@ class Target:
         *,
         trust_remote_code: bool = False,
         language: Language | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Load the model from ``folder``, which must hold safetensors; nothing is downloaded.
 
@@ -204,6 +208,7 @@ class Target:
             device: where it runs.
             trust_remote_code: run Python files of that folder, if it has any.
             language: of a target loaded before from the same folder: a tokenizer need not be read again.
+            dtype: precision of weights and features.
 
         Raises:
             ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind.
@@ -219,7 +224,7 @@ class Target:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
-            dtype=torch.float32,
+            dtype=dtype,
         )
         self.model.to(device).eval().requires_grad_(False)
         self._decoder: nn.Module = self.model.get_decoder()

@@ -27,7 +27,7 @@ from speculative import (
     regret,
     speculate,
 )
-from target import Target
+from target import Target, language_of
 from train import new_drafter
 
 CPU = torch.device("cpu")
@@ -134,6 +134,30 @@ def test_the_command_prints_the_targets_own_text_and_what_was_saved(
     assert ("largest distance" in out) is (temperature == 0)
 
 
+def test_in_bfloat16_no_token_is_far_from_the_likeliest(
+    tiny_target: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The two largest logits of this target are 0.5 apart on average, near 4, where bfloat16 has steps of 0.03."""
+    arguments = ["--target", str(tiny_target), "--drafter", str(folder), "--prompt", "def main(", "--new-tokens", "20"]
+    assert generate.main([*arguments, "--device", "cpu", "--repeats", "1", "--dtype", "bfloat16"]) == 0
+    found = re.search(r"largest distance .*: (.*)\n", capsys.readouterr().out)
+    assert found
+    assert float(found[1]) < 0.1
+
+
+def test_a_tokenizer_turns_ids_back_into_text_without_special_ones(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
+    words = {word: i for i, word in enumerate(["<unk>", "</s>", "the", "cat", "sat"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+    fast.save_pretrained(tmp_path)
+    language = language_of(tmp_path, transformers.Qwen3Config(vocab_size=8))
+    assert language.decode(language.encode(b"the cat sat")) == "the cat sat"
+    assert language.decode(torch.tensor([2, 3, 1])) == "the cat"
+
+
 def test_the_speed_up_compares_tokens_a_second() -> None:
     generated = generate.Generated(Decoded([1] * 12, [2] * 4, 5, 4), [1] * 10, 2.0, 5.0)
     assert generated.speed_up == 3.0
@@ -173,7 +197,7 @@ def test_a_drafter_of_another_target_is_refused_before_anything_is_loaded(
     config = json.loads((folder / "config.json").read_text()) | {field: value}
     (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights
     with pytest.raises(ValueError, match=message):
-        generate.load(tiny_target, tmp_path, CPU, trust_remote_code=False)
+        generate.load(tiny_target, tmp_path, CPU, torch.float32, trust_remote_code=False)
 
 
 def test_the_mask_token_is_the_drafters(tiny_target: Path, folder: Path, tmp_path: Path) -> None:
@@ -182,5 +206,5 @@ def test_the_mask_token_is_the_drafters(tiny_target: Path, folder: Path, tmp_pat
     config = json.loads((folder / "config.json").read_text())
     config["dflash_config"]["mask_token_id"] = 77
     (tmp_path / "config.json").write_text(json.dumps(config))
-    target, exported = generate.load(tiny_target, tmp_path, CPU, trust_remote_code=False)
+    target, exported = generate.load(tiny_target, tmp_path, CPU, torch.float32, trust_remote_code=False)
     assert target.language.mask_id == exported.mask_id == 77
