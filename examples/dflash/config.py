@@ -17,9 +17,6 @@ from optimizer import OptimizerName
 
 BUNDLED_TARGET = Path(__file__).parent / "assets" / "target"
 
-LayerType = Literal["full_attention", "sliding_attention"]
-"""What a draft layer sees of the context: all before the anchor, or a window of it."""
-
 
 class ConfigError(ValueError):
     """An option, or a combination of options, that cannot work."""
@@ -33,12 +30,20 @@ def _option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    choices: tuple[str, ...] = (),
 ) -> Any:
-    """Return a field of `Config` that carries its help text and the range of its values, bounds that are None left out."""
+    """Return a field of `Config` that carries its help text and what its values may be.
+
+    Bounds that are None do not bind; choices need not be named where the type is a `Literal`.
+    """
     limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     return field(
         default=default,
-        metadata={"help": meaning, "limits": {name: value for name, value in limits.items() if value is not None}},
+        metadata={
+            "help": meaning,
+            "limits": {name: value for name, value in limits.items() if value is not None},
+            "choices": choices,
+        },
     )
 
 
@@ -95,10 +100,12 @@ class Config:
     draft_intermediate_size: int | None = _option(
         None, "width of a draft layer's feed-forward part (the target's)", at_least=1
     )
-    layer_types: tuple[LayerType, ...] | None = _option(
-        None, "full_attention or sliding_attention for each draft layer (all full)"
+    layer_types: tuple[str, ...] | None = _option(
+        None,
+        "full_attention or sliding_attention for each draft layer (all full)",
+        choices=("full_attention", "sliding_attention"),
     )
-    sliding_window: int = _option(2048, "context tokens that a sliding draft layer sees", at_least=1)
+    sliding_window: int | None = _option(None, "tokens that a sliding draft layer looks back", at_least=1)
     mask_token_id: int | None = _option(
         None,
         "id whose embedding fills draft slots (the tokenizer's mask token, or the first id past the tokenizer)",
@@ -186,6 +193,8 @@ class Config:
             )
         if self.layer_types is not None and len(self.layer_types) != self.layers:
             raise ConfigError(f"layer_types names {len(self.layer_types)} layers, but layers is {self.layers}")
+        if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
+            raise ConfigError("layer_types has sliding layers, which need a sliding_window")
         if self.data is not None and self.text is not None:
             raise ConfigError(f"data is {self.data} and text is {self.text}: name one of them")
         if self.target_dtype == "bfloat16" and not self.autocast:
@@ -249,7 +258,8 @@ TYPES: dict[str, Any] = get_type_hints(Config)
 
 def choices_of(name: str) -> tuple[str, ...]:
     """Return the words that an option, or each of its elements, may be; none if it is free."""
-    return _words(TYPES[name])
+    named: tuple[str, ...] = Config.__dataclass_fields__[name].metadata["choices"]
+    return named or _words(TYPES[name])
 
 
 def _words(annotation: Any) -> tuple[str, ...]:

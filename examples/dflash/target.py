@@ -91,6 +91,12 @@ class Language:
     vocab_size: int
     tokenizer: Any = None
 
+    def decode(self, tokens: Tensor) -> str:
+        """Return the text of ids ``[n]``, without those that have none, such as the end of text."""
+        if self.tokenizer is None:
+            return data.decode(tokens).decode(errors="replace")
+        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Read the model's configuration alone, which is quick; of a model for more than text, the part for text.

@@ -16,7 +16,7 @@ import blocks
 import data
 import optimizer
 from checkpoints import Snapshot
-from config import Config, ConfigError
+from config import Config
 from data import Source
 from drafter import Drafter, DrafterShape
 from loss import chunked_loss
@@ -42,27 +42,24 @@ class Work:
 
 
 def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShape:
-    """Return the drafter that fits a target: its width, and its heads and feed-forward width unless the options name others.
+    """Return the drafter for a target: of its width, with fewer layers, and with its heads unless the configuration names others.
 
     Raises:
-        ConfigError: if the heads do not go together.
+        ConfigError: if the sizes do not go together.
     """
-    heads, kv_heads = config.draft_heads or target.heads, config.draft_kv_heads or target.kv_heads
-    head_dim = config.draft_head_dim or target.head_dim
-    if heads % kv_heads:
-        raise ConfigError(f"draft_heads ({heads}) must be a multiple of draft_kv_heads ({kv_heads})")
-    if head_dim % 2:
-        raise ConfigError(f"draft_head_dim is {head_dim}, it must be even: the rotary embedding turns pairs")
+    layer_types = tuple(config.layer_types or ())
     return DrafterShape(
         hidden_size=target.hidden_size,
-        intermediate_size=config.draft_intermediate_size or target.intermediate_size,
+        intermediate_size=_own(config.draft_intermediate_size, target.intermediate_size),
         layers=config.layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        heads=_own(config.draft_heads, target.heads),
+        kv_heads=_own(config.draft_kv_heads, target.kv_heads),
+        head_dim=_own(config.draft_head_dim, target.head_dim),
         taps=taps,
         rope_theta=target.rope_theta,
         rms_norm_eps=target.rms_norm_eps,
+        layer_types=layer_types,
+        sliding_window=config.sliding_window if attention.SLIDING in layer_types else None,
     )
 
 
@@ -258,7 +255,7 @@ class Replica:
 
         Anchors are drawn anew each time a sequence is used (paper, section 4.2 and A.1).
         """
-        config = self.config
+        config, shape = self.config, self.drafter.shape
         key = (config.seed, "step", step, self.index)
         rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch].to(work.tokens.device)
         tokens, loss_mask = work.tokens[rows].to(self._device), work.loss_mask[rows].to(self._device)
@@ -274,7 +271,9 @@ class Replica:
                 nn.functional.embedding(inputs, self._vocabulary.embedding),
                 self._context_positions,
                 blocks.positions(anchors, config.block_size),
-                attention.build_mask(anchors, keep, config.length, config.block_size),
+                attention.build_masks(
+                    shape.layer_types, shape.sliding_window, anchors, keep, config.length, config.block_size
+                ),
             )
             return chunked_loss(
                 draft_normed,
@@ -434,6 +433,10 @@ def largest_difference(drafters: list[Drafter]) -> float:
     """Return the largest absolute difference between the first drafter's weights and any other's."""
     first, *others = ([p.cpu() for p in d.parameters()] for d in drafters)
     return max((float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True)), default=0.0)
+
+
+def _own(named: int | None, targets: int) -> int:
+    return targets if named is None else named
 
 
 def _silent(step: int, loss: float) -> None:

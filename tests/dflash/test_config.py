@@ -39,6 +39,7 @@ def test_the_defaults_are_valid() -> None:
         {"layer_types": ("full_attention",)},
         {"layer_types": ("full_attention", "causal")},
         {"sliding_window": 0},
+        {"layer_types": ("full_attention", "sliding_attention")},
         {"mask_token_id": -1},
         {"lr": float("inf")},
         {"target_dtype": "float16"},

@@ -124,7 +124,7 @@ def test_the_activations_are_about_what_a_backward_keeps() -> None:
     features, rows = torch.randn(1, length, 3 * 64), torch.randn(1, blocks * block_size, 64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         context = drafter.context(features, torch.arange(length).unsqueeze(0))
-        drafter.blocks(rows, torch.arange(blocks * block_size).unsqueeze(0), context, mask)
+        drafter.blocks(rows, torch.arange(blocks * block_size).unsqueeze(0), context, {attention.FULL: mask})
     estimated = 4 * estimate.activation_elements(shape, length, blocks * block_size)
     assert 0.6 < estimated / sum(kept.values()) < 1.3
 

@@ -223,6 +223,16 @@ CHANGES: dict[str, Any] = {
     "warmup_ratio": 0.1,
     "clip": 2.0,
     "autocast": True,
+    "target_dtype": "bfloat16",
+    "answers": "data",
+    "thinking": "off",
+    "draft_heads": 2,
+    "draft_kv_heads": 1,
+    "draft_head_dim": 4,
+    "draft_intermediate_size": 16,
+    "layer_types": ("sliding_attention",),
+    "sliding_window": 16,
+    "mask_token_id": 2,
 }
 
 
@@ -250,6 +260,7 @@ def test_every_option_either_may_change_or_is_in_the_contract(config: Config, tm
         "trust_remote_code": True,
         "target": tmp_path / "moved target",
         "text": tmp_path,
+        "data": tmp_path / "chats.jsonl",
         "tau": 1.0,
         "eval_prompts": 1,
         "eval_prompt_length": 1,
