@@ -84,6 +84,7 @@ class Config:
         "target", "whose answers to learn from: what the target says to the prompts (the paper's way), or what is there"
     )
     thinking: Literal["default", "on", "off"] = _option("default", "what the chat template is told of thinking")
+    cache: Path | None = _option(None, "folder of features made with --make-cache, to train on without target threads")
     targets: int = _option(5, "target threads", at_least=1)
     drafters: int = _option(3, "drafter threads", at_least=1)
 
@@ -220,6 +221,8 @@ class Config:
             )
         if self.text is not None and not self.text.is_dir():
             raise ConfigError(f"text is {self.text}, and that is no folder")
+        if self.cache is not None and not self.cache.is_dir():
+            raise ConfigError(f"cache is {self.cache}, and that is no folder: make it with --make-cache {self.cache}")
         if self.data is not None and not self.data.is_file():
             raise ConfigError(f"data is {self.data}, and that is no file")
 

@@ -27,6 +27,7 @@ import transformers
 from rich.console import Console
 from safetensors import SafetensorError
 
+import cache
 import chat
 import data
 import estimate
@@ -56,12 +57,14 @@ class Command(NamedTuple):
         run: the run folder.
         start: how to begin in it.
         estimate_for: no run is wanted, but an estimate of it, at this many tokens a second of each drafter.
+        make_cache: no run is wanted, but the features for it in this folder.
     """
 
     config: Config
     run: Path
     start: Start
     estimate_for: float | None
+    make_cache: Path | None
 
 
 class Prepared(NamedTuple):
@@ -75,6 +78,7 @@ class Prepared(NamedTuple):
     held_out: Source
     checkpoints: Checkpoints
     checkpoint: Checkpoint | None
+    cache: cache.Cache | None
 
 
 def command_line(arguments: list[str]) -> Command:
@@ -105,15 +109,22 @@ def command_line(arguments: list[str]) -> Command:
         help="show shapes, parameters, memory and, for this many context tokens a second of each drafter (%(const)s), "
         "traffic, from the target's config.json alone; named devices need not exist",
     )
+    parser.add_argument(
+        "--make-cache",
+        type=Path,
+        metavar="PATH",
+        help="make the features for all steps, for any number of runs with --cache, and end; goes on with a folder begun before",
+    )
     options.add_to(parser)
     given = vars(parser.parse_args(arguments))
     file, run, dry_run = options.find(given.pop("config")), given.pop("run"), given.pop("dry_run")
-    resume, restart = given.pop("resume"), given.pop("restart")
+    resume, restart, given_cache = given.pop("resume"), given.pop("restart"), given.pop("make_cache")
     return Command(
         options.combine(file, given),
         run or Path("runs") / f"dflash-{file.stem}",
         "resume" if resume else "restart" if restart else "fresh",
         dry_run,
+        given_cache,
     )
 
 
@@ -146,6 +157,44 @@ def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
     Raises:
         ConfigError: in one sentence that says what to change.
     """
+    taps, language, train_on, held_out = _checked(config)
+    stored = cache.open_complete(config.cache, config, train_on, taps) if config.cache is not None else None
+    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on)
+    checkpoint = checkpoints.resumable() if start == "resume" else None
+    folder = RunFolder(run, config, start)
+    return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored)
+
+
+def make_cache(config: Config, folder: Path) -> None:
+    """Let the targets make all work of a run, for runs without them.
+
+    Raises:
+        ConfigError: in one sentence that says what to change.
+        WorkerError: if a thread failed.
+    """
+    taps, language, train_on, _ = _checked(config)
+    token_bytes = estimate.estimate(config).token_bytes
+    begun = cache.begin(folder, config, train_on, taps, token_bytes)
+    torch.set_num_threads(1)
+    missing = len(begun.missing())
+    print(
+        f"{missing} of {begun.works} batches of work to make, {missing * cache.size_of(config, token_bytes) / 1e9:,.2f} GB"
+    )
+    targets = _targets(config, taps, language, config.targets if missing else 0)
+    shown = time.monotonic()
+
+    def tick() -> None:
+        nonlocal shown
+        if time.monotonic() - shown > 10:
+            shown = time.monotonic()
+            print(f"{begun.works - len(begun.missing())} of {begun.works}", flush=True)
+
+    train.fill(config, train_on, targets, begun, tick)
+    print(f"all there; train on it with --cache {folder}")
+
+
+def _checked(config: Config) -> tuple[tuple[int, ...], Language, Source, Source]:
+    """Check the options; return tapped layers, the target's language, what to train on and what to evaluate on."""
     config.validate()
     target = read_config(config.target, trust_remote_code=config.trust_remote_code)
     shape = shape_of(target)
@@ -154,11 +203,25 @@ def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
     language = language_of(
         config.target, target, mask_id=config.mask_token_id, trust_remote_code=config.trust_remote_code
     )
-    train_on, held_out = _sources(config, language)
-    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on)
-    checkpoint = checkpoints.resumable() if start == "resume" else None
-    folder = RunFolder(run, config, start)
-    return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint)
+    return taps, language, *_sources(config, language)
+
+
+def _targets(config: Config, taps: tuple[int, ...], language: Language, count: int) -> list[Target]:
+    """Load the target ``count`` times, onto the devices of the first threads.
+
+    One after the other in this thread: loading changes settings of the whole process, such as the default dtype.
+    """
+    return [
+        Target(
+            config.target,
+            taps,
+            device,
+            trust_remote_code=config.trust_remote_code,
+            language=language,
+            dtype=getattr(torch, config.target_dtype),
+        )
+        for device in config.devices()[:count]
+    ]
 
 
 def _sources(config: Config, language: Language) -> tuple[Source, Source]:
@@ -183,7 +246,7 @@ class Run:
 
     def __init__(self, prepared: Prepared) -> None:
         self.config, self.folder, self.taps, self.language = prepared[:4]
-        self._train_on, self._held_out, self._checkpoints, self._checkpoint = prepared[4:]
+        self._train_on, self._held_out, self._checkpoints, self._checkpoint, self._cache = prepared[4:]
         self.training: train.Training | None = None
         self.summary: dict[str, Any] = {
             "status": "running",
@@ -211,7 +274,8 @@ class Run:
         # Eight threads share few cores: operators that split up further only get in each other's way.
         torch.set_num_threads(1)
         self._begin()
-        self._say(f"{config.targets} target and {config.drafters} drafter threads, torch {torch.__version__}")
+        makers = f"{config.targets} target" if self._cache is None else f"{config.drafters} reader"
+        self._say(f"{makers} and {config.drafters} drafter threads, torch {torch.__version__}")
         self._say(
             f"compiler backend: {BACKEND}"
             + ("" if cpp_compiler() else " (no C++ compiler found, Inductor needs one on CPU)")
@@ -222,18 +286,7 @@ class Run:
                 f"{train_on} conversations to train on, {held_out} held out, "
                 f"{self._train_on.left_out} too long or without an answer"
             )
-        # One after the other in this thread: loading changes settings of the whole process, such as the default dtype.
-        targets = [
-            Target(
-                config.target,
-                self.taps,
-                device,
-                trust_remote_code=config.trust_remote_code,
-                language=self.language,
-                dtype=getattr(torch, config.target_dtype),
-            )
-            for device in config.devices()[: config.targets]
-        ]
+        targets = _targets(config, self.taps, self.language, config.targets if self._cache is None else 1)
         judge = targets[0]
         self._done("load")
         references = evaluate.references(config, self._held_out, judge)
@@ -259,7 +312,7 @@ class Run:
             "compiled_by_all_threads": training.compiled,
             # A run resumed at its end had nothing to compile.
             "compiled_by_one_thread": (
-                train.compiles_of_one_thread(config, self._train_on, judge) if training.losses else 0
+                train.compiles_of_one_thread(config, self._train_on, judge, self._cache) if training.losses else 0
             ),
         }
         self._done("one thread")
@@ -294,7 +347,7 @@ class Run:
     def _train(self, targets: list[Target]) -> train.Training:
         config = self.config
         snapshot = self._checkpoint.snapshot() if self._checkpoint else None
-        training = self.training = train.Training(config, self._train_on, targets, snapshot)
+        training = self.training = train.Training(config, self._train_on, targets, snapshot, self._cache)
         shown: dict[str, str] = {}
 
         def report(step: int, loss: float) -> None:
@@ -464,6 +517,9 @@ def _main(arguments: list[str]) -> int:
         command = command_line(arguments)
         if command.estimate_for is not None:
             show_estimate(command.config, command.estimate_for)
+            return 0
+        if command.make_cache is not None:
+            make_cache(command.config, command.make_cache)
             return 0
         run = Run(prepare(command.config, command.run, command.start))
         try:

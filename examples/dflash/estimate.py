@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+import cache
 import train
 from config import Config, ConfigError
 from drafter import Drafter, DrafterShape
@@ -44,6 +45,7 @@ class Estimate:
         token_bytes: bytes that go from a target to a drafter for each token of context.
         rate: tokens a second of one drafter that the traffic is for.
         traffic: bytes a second from all targets to all drafters at that rate.
+        cache: bytes of a cache of all work of the run.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -58,6 +60,7 @@ class Estimate:
     token_bytes: int
     rate: float
     traffic: float
+    cache: int
 
 
 def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
@@ -143,6 +146,7 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
         token_bytes=token_bytes,
         rate=rate,
         traffic=rate * config.drafters * token_bytes,
+        cache=cache.works_of(config) * cache.size_of(config, token_bytes),
     )
 
 
@@ -194,7 +198,7 @@ def show(found: Estimate, config: Config, console: Console) -> None:
     console.print(_devices(found, config))
     console.print(
         f"Traffic from targets to drafters: {_size(found.token_bytes)} a token; {_size(found.traffic)}/s "
-        f"at {found.rate:.0f} tok/s of each of {config.drafters} drafters."
+        f"at {found.rate:.0f} tok/s of each of {config.drafters} drafters. A cache of all features would take {_size(found.cache)}."
     )
 
 

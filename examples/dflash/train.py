@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ import attention
 import blocks
 import data
 import optimizer
+from cache import Cache
 from checkpoints import Snapshot
 from config import Config
 from data import Source
 from drafter import Drafter, DrafterShape
 from loss import chunked_loss
 from monitor import Monitor
-from pipeline import Crew, Meeting, OrderedQueue, Tickets
+from pipeline import Crew, Meeting, OrderedQueue, Stopped, Tickets
 from safecompile import statistics
 from target import Features, Target, TargetShape, Vocabulary
 
@@ -124,6 +126,56 @@ def produce(
         monitor.now("waits for room")
         queues[replica].put(item, work)
         monitor.count(work.tokens.numel())
+
+
+def read(config: Config, cache: Cache, replica: int, items: range, queue: OrderedQueue[Work], monitor: Monitor) -> None:
+    """Be a reader thread, in place of target threads: hand one replica the work that is stored."""
+    for item in items:
+        monitor.now("reads")
+        work = Work(*cache.read(item * config.drafters + replica))
+        monitor.now("waits for room")
+        queue.put(item, work)
+        monitor.count(work.tokens.numel())
+
+
+def fill(
+    config: Config, source: Source, targets: list[Target], cache: Cache, tick: Callable[[], None] = lambda: None
+) -> None:
+    """Let target threads make all work that a cache lacks.
+
+    Args:
+        config: validated options.
+        source: what sequences are drawn from.
+        targets: one for each thread.
+        cache: from `cache.begin`.
+        tick: called about ten times a second in this thread.
+
+    Raises:
+        WorkerError: if a thread failed.
+    """
+    over = threading.Event()
+    tickets = Tickets(cache.missing())
+
+    def check() -> None:
+        if over.is_set():
+            raise Stopped
+
+    def make(target: Target) -> None:
+        if target.device.type == "cuda":
+            torch.cuda.set_device(target.device)
+        for number in tickets:
+            check()
+            work = make_work(config, source, target, *divmod(number, config.drafters), check)
+            cache.write(number, work.tokens, work.loss_mask, work.features)
+
+    crew = Crew([over.set])
+    try:
+        for index, target in enumerate(targets):
+            crew.start(f"target-{index}", partial(make, target))
+        crew.wait(tick)
+    finally:
+        crew.end()
+    crew.check()
 
 
 class GradientExchange:
@@ -298,12 +350,21 @@ class Training:
         source: what sequences are drawn from.
         targets: one for each target thread.
         snapshot: to go on from; None for an untrained drafter.
+        cache: of the targets' work, which they then do not make: only the first of them is looked at.
     """
 
-    def __init__(self, config: Config, source: Source, targets: list[Target], snapshot: Snapshot | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: Source,
+        targets: list[Target],
+        snapshot: Snapshot | None = None,
+        cache: Cache | None = None,
+    ) -> None:
         self.config = config
         self.source = source
         self.targets = targets
+        self.cache = cache
         self._first_item = snapshot.step // config.uses if snapshot else 0
         self.queues: list[OrderedQueue[Work]] = [
             OrderedQueue(config.queue_depth, self._first_item) for _ in range(config.drafters)
@@ -348,9 +409,14 @@ class Training:
         self._started = time.monotonic()
         compiled = statistics().compiled
         try:  # around the starts, too: an interrupt between two of them has to end those that run
-            for index, target in enumerate(self.targets):
-                work = partial(produce, config, self.source, target, tickets, self.queues, self.monitor)
-                self._start(f"target-{index}", work)
+            if self.cache is None:
+                for index, target in enumerate(self.targets):
+                    work = partial(produce, config, self.source, target, tickets, self.queues, self.monitor)
+                    self._start(f"target-{index}", work)
+            else:
+                for index, queue in enumerate(self.queues):
+                    work = partial(read, config, self.cache, index, items, queue, self.monitor)
+                    self._start(f"reader-{index}", work)
             for replica in self.replicas:
                 tell = report if replica.index == 0 else _silent
                 work = partial(replica.run, self.queues[replica.index], self._exchange, tell, self.monitor)
@@ -411,7 +477,7 @@ class Training:
         self.crew.start(name, run)
 
 
-def compiles_of_one_thread(config: Config, source: Source, target: Target) -> int:
+def compiles_of_one_thread(config: Config, source: Source, target: Target, cache: Cache | None = None) -> int:
     """Return how many graphs this thread alone compiles, from nothing, for two steps of all replicas, the shapes of a whole run.
 
     All compiled code of the process is thrown away first. One batch of work serves all replicas.
@@ -419,7 +485,7 @@ def compiles_of_one_thread(config: Config, source: Source, target: Target) -> in
     torch.compiler.reset()
     before = statistics().compiled
     vocabulary = target.vocabulary(target.device)
-    work = make_work(config, source, target, 0, 0)
+    work = make_work(config, source, target, 0, 0) if cache is None else Work(*cache.read(0))
     for index in range(config.drafters):
         drafter = new_drafter(config, target.shape, len(target.taps), target.device)
         replica = Replica(config, index, drafter, vocabulary, target.language.mask_id)

@@ -225,6 +225,7 @@ CHANGES: dict[str, Any] = {
     "autocast": True,
     "target_dtype": "bfloat16",
     "answers": "data",
+    "cache": Path("features"),
     "thinking": "off",
     "draft_heads": 2,
     "draft_kv_heads": 1,
