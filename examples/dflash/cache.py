@@ -33,6 +33,7 @@ class Stored(NamedTuple):
     tokens: Tensor
     loss_mask: Tensor
     features: Features
+    documents: Tensor | None
 
 
 class Cache:
@@ -51,16 +52,21 @@ class Cache:
         """Return the numbers of those that are not there yet."""
         return [number for number in range(self.works) if not self.path_of(number).exists()]
 
-    def write(self, number: int, tokens: Tensor, loss_mask: Tensor, features: Features) -> None:
+    def write(
+        self, number: int, tokens: Tensor, loss_mask: Tensor, features: Features, documents: Tensor | None = None
+    ) -> None:
         """Write one; any thread may, each another number."""
         tensors = {"tokens": tokens.int(), "loss_mask": loss_mask, **features._asdict()}
+        if documents is not None:
+            tensors["documents"] = documents.int()
         write_tensors(self.path_of(number), tensors, {"format": "pt"})
 
     def read(self, number: int) -> Stored:
         """Read one, as bit-equal as it was written."""
         tensors = load_file(self.path_of(number % self.works))
         features = Features(tensors["tapped"], tensors["normed"])
-        return Stored(tensors["tokens"].long(), tensors["loss_mask"], features)
+        documents = tensors["documents"].long() if "documents" in tensors else None
+        return Stored(tensors["tokens"].long(), tensors["loss_mask"], features, documents)
 
     def path_of(self, number: int) -> Path:
         """Return the file of one."""
@@ -79,7 +85,8 @@ def size_of(config: Config, token_bytes: int) -> int:
         config: the options.
         token_bytes: of one token's features.
     """
-    return config.sequences * config.length * (token_bytes + torch.int32.itemsize + torch.bool.itemsize)
+    ids = torch.int32.itemsize * (2 if config.packing else 1)
+    return config.sequences * config.length * (token_bytes + ids + torch.bool.itemsize)
 
 
 def begin(folder: Path, config: Config, source: Source, taps: tuple[int, ...], token_bytes: int) -> Cache:

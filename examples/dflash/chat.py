@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from config import Config, ConfigError
-from data import Conversations, Sample, is_held_out
+from data import Conversations, Sample, is_held_out, pack
 from target import Language
 
 ASSISTANT = "assistant"
@@ -51,7 +51,7 @@ def load(config: Config, language: Language) -> Chats:
     """Read and render ``config.data``, which is not None.
 
     To train on answers as they are, whole conversations are rendered, and cut at ``config.length`` tokens; one with no answer left
-    is left out. For answers of the target, and for evaluation, a conversation gives one prompt: everything up to its last answer
+    is left out; packing puts several into one sequence. For answers of the target, and for evaluation, a conversation gives one prompt: everything up to its last answer
     whose prompt is not too long.
 
     Raises:
@@ -103,6 +103,8 @@ def load(config: Config, language: Language) -> Chats:
             f"data is {path}: eval_prompts is {config.eval_prompts}, but only {len(held_out)} conversations are held out"
         )
     left_out = len(records) - len(train) - len(held_out)
+    if config.packing:
+        train = pack(train, config.length)
     return Chats(Conversations(tuple(train), left_out), Conversations(tuple(held_out), left_out))
 
 

@@ -84,6 +84,9 @@ class Config:
         "target", "whose answers to learn from: what the target says to the prompts (the paper's way), or what is there"
     )
     thinking: Literal["default", "on", "off"] = _option("default", "what the chat template is told of thinking")
+    packing: bool = _option(
+        False, "put as many conversations as fit into a sequence; none sees another; for answers that are in the data"
+    )
     cache: Path | None = _option(None, "folder of features made with --make-cache, to train on without target threads")
     targets: int = _option(5, "target threads", at_least=1)
     drafters: int = _option(3, "drafter threads", at_least=1)
@@ -196,6 +199,8 @@ class Config:
             raise ConfigError(f"layer_types names {len(self.layer_types)} layers, but layers is {self.layers}")
         if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
             raise ConfigError("layer_types has sliding layers, which need a sliding_window")
+        if self.packing and (self.data is None or self.answers != "data"):
+            raise ConfigError("packing needs conversations with answers that are there: name data, and answers 'data'")
         if self.data is not None and self.text is not None:
             raise ConfigError(f"data is {self.data} and text is {self.text}: name one of them")
         if self.target_dtype == "bfloat16" and not self.autocast:

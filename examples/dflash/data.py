@@ -45,10 +45,48 @@ _HELD_OUT_ONE_IN = 16
 
 
 class Sample(NamedTuple):
-    """A conversation or its beginning: ids int32 ``[n]``, and bool ``[n]``, True on answers to learn from."""
+    """A conversation, its beginning, or several conversations one after the other.
+
+    Attributes:
+        tokens: int32 ``[n]``.
+        supervised: bool ``[n]``, True on answers to learn from.
+        documents: int32 ``[n]``, which of several conversations a token is of, from 0; None for one.
+    """
 
     tokens: Tensor
     supervised: Tensor
+    documents: Tensor | None = None
+
+
+_OPEN = 32
+
+
+def pack(samples: Sequence[Sample], length: int) -> list[Sample]:
+    """Return sequences of at most ``length`` tokens with as many whole conversations as fit, in a shuffled order, always the same.
+
+    Each conversation goes into the first sequence it fits into, of the last 32: looking at all would take the square of their number.
+    """
+    bins: list[list[Sample]] = []
+    room: list[int] = []
+    for index in _order(len(samples), 0, -1):
+        sample = samples[index]
+        count = len(sample.tokens)
+        first = max(0, len(bins) - _OPEN)
+        place = next((p for p in range(first, len(bins)) if room[p] >= count), None)
+        if place is None:
+            bins.append([])
+            room.append(length)
+            place = len(bins) - 1
+        bins[place].append(sample)
+        room[place] -= count
+    return [
+        Sample(
+            torch.cat([sample.tokens for sample in together]),
+            torch.cat([sample.supervised for sample in together]),
+            torch.cat([torch.full((len(s.tokens),), number, dtype=torch.int32) for number, s in enumerate(together)]),
+        )
+        for together in bins
+    ]
 
 
 @dataclass(frozen=True)
@@ -161,7 +199,7 @@ def draw_prompts(source: Source, length: int, rngs: Sequence[torch.Generator], f
 
 def draw_answered(
     source: Source, prompt_length: int, length: int, rngs: Sequence[torch.Generator], first: int, seed: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw sequences with the answers that are there; of a text, what comes after ``prompt_length`` ids counts as the answer.
 
     Args:
@@ -172,7 +210,10 @@ def draw_answered(
     Returns:
         tokens: int64 ``[len(rngs), S]``.
         supervised: bool ``[len(rngs), S]``, False on padding.
+        documents: int64 ``[len(rngs), S]``, see `Sample`, -1 on padding; None where nothing is packed.
     """
+    documents = torch.full((len(rngs), length), -1)
+    packed = False
     tokens = torch.zeros(len(rngs), length, dtype=torch.long)
     supervised = torch.zeros(len(rngs), length, dtype=torch.bool)
     for row, rng in enumerate(rngs):
@@ -183,13 +224,16 @@ def draw_answered(
             sample = source.at(first + row, seed)
             tokens[row, : len(sample.tokens)] = sample.tokens
             supervised[row, : len(sample.tokens)] = sample.supervised
-    return tokens, supervised
+            if sample.documents is not None:
+                packed = True
+                documents[row, : len(sample.tokens)] = sample.documents
+    return tokens, supervised, documents if packed else None
 
 
 def digest(source: Source) -> str:
-    """Return a hash of all tokens, and of which of them are answers."""
+    """Return a hash of all tokens, of which of them are answers, and of how they are packed."""
     found = hashlib.sha256()
-    parts = [source] if isinstance(source, Tensor) else [part for sample in source.samples for part in sample]
+    parts = [source] if isinstance(source, Tensor) else [p for s in source.samples for p in s if p is not None]
     for part in parts:
         if not isinstance(source, Tensor):
             found.update(f"{len(part)} ".encode())

@@ -283,7 +283,7 @@ class Run:
         if isinstance(self._train_on, Conversations) and isinstance(self._held_out, Conversations):
             train_on, held_out = len(self._train_on.samples), len(self._held_out.samples)
             self._say(
-                f"{train_on} conversations to train on, {held_out} held out, "
+                f"{train_on} {'sequences of ' if config.packing else ''}conversations to train on, {held_out} held out, "
                 f"{self._train_on.left_out} too long or without an answer"
             )
         targets = _targets(config, self.taps, self.language, config.targets if self._cache is None else 1)

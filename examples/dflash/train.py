@@ -36,11 +36,14 @@ class Work:
         tokens: int64 ``[sequences, S]``, a text's beginning and the target's answer.
         loss_mask: bool ``[sequences, S]``, True on the answer up to the end of text.
         features: of all tokens.
+        documents: int64 ``[sequences, S]``, which of several packed conversations a token is of, -1 on padding; None if each
+            sequence is one.
     """
 
     tokens: Tensor
     loss_mask: Tensor
     features: Features
+    documents: Tensor | None = None
 
 
 def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShape:
@@ -90,11 +93,13 @@ def make_work(
     first = (item * config.drafters + replica) * config.sequences
     device = target.device
     if config.answers == "data":
-        tokens, loss_mask = (
-            part.to(device)
-            for part in data.draw_answered(source, config.prompt_length, config.length, rngs, first, config.seed)
+        tokens, loss_mask, documents = data.draw_answered(
+            source, config.prompt_length, config.length, rngs, first, config.seed
         )
-        return Work(tokens, loss_mask, target.forward(tokens))
+        tokens, loss_mask = tokens.to(device), loss_mask.to(device)
+        if documents is None:
+            return Work(tokens, loss_mask, target.forward(tokens))
+        return Work(tokens, loss_mask, packed_features(target, tokens, documents), documents.to(device))
     prompts = data.draw_prompts(source, config.prompt_length, rngs, first, config.seed)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     noise = torch.stack([torch.rand(config.length - int(lengths.min()), generator=rng) for rng in rngs])
@@ -107,6 +112,33 @@ def make_work(
     ends = torch.isin(tokens, torch.tensor(target.language.eos_ids, dtype=tokens.dtype, device=device)) & answered
     ended = ends.cumsum(1) - ends.long()
     return Work(tokens, answered & (ended == 0), target.forward(tokens))
+
+
+def packed_features(target: Target, tokens: Tensor, documents: Tensor) -> Features:
+    """Return the features that each of several packed documents has by itself, whatever kinds of layers the target has.
+
+    Args:
+        target: reads the documents of a sequence as a batch.
+        tokens: int64 ``[sequences, S]``.
+        documents: int64 ``[sequences, S]`` on the CPU, see `Work`; padding gets zeros.
+    """
+    rows = []
+    for sequence, numbers in zip(tokens, documents, strict=True):
+        _, counts = numbers[numbers >= 0].unique_consecutive(return_counts=True)
+        sizes = counts.tolist()
+        padding = tokens.shape[1] - sum(sizes)
+        apart = sequence[: sum(sizes)].split(sizes)
+        batch = target.forward(nn.utils.rnn.pad_sequence(list(apart), batch_first=True))
+        rows.append(
+            [
+                nn.functional.pad(
+                    torch.cat([one[:size] for one, size in zip(part, sizes, strict=True)]), (0, 0, 0, padding)
+                )
+                for part in batch
+            ]
+        )
+    tapped, normed = (torch.stack(part) for part in zip(*rows, strict=True))
+    return Features(tapped, normed)
 
 
 def produce(
@@ -166,7 +198,7 @@ def fill(
         for number in tickets:
             check()
             work = make_work(config, source, target, *divmod(number, config.drafters), check)
-            cache.write(number, work.tokens, work.loss_mask, work.features)
+            cache.write(number, work.tokens, work.loss_mask, work.features, work.documents)
 
     crew = Crew([over.set])
     try:
@@ -312,11 +344,12 @@ class Replica:
         rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch].to(work.tokens.device)
         tokens, loss_mask = work.tokens[rows].to(self._device), work.loss_mask[rows].to(self._device)
         tapped, normed = (f[rows].to(self._device) for f in work.features)
+        documents = None if work.documents is None else work.documents[rows].to(self._device)
         anchors, keep = blocks.sample_anchors(
-            loss_mask, config.anchors, [data.generator(*key, i) for i in range(config.batch)]
+            loss_mask, config.anchors, [data.generator(*key, i) for i in range(config.batch)], documents
         )
         inputs = blocks.input_tokens(tokens, anchors, config.block_size, self._mask_id)
-        labels, counts = blocks.labels(tokens, loss_mask, anchors, keep, config.block_size)
+        labels, counts = blocks.labels(tokens, loss_mask, anchors, keep, config.block_size, documents)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=config.autocast):
             draft_normed = self.drafter(
                 tapped,
@@ -324,7 +357,13 @@ class Replica:
                 self._context_positions,
                 blocks.positions(anchors, config.block_size),
                 attention.build_masks(
-                    shape.layer_types, shape.sliding_window, anchors, keep, config.length, config.block_size
+                    shape.layer_types,
+                    shape.sliding_window,
+                    anchors,
+                    keep,
+                    config.length,
+                    config.block_size,
+                    documents,
                 ),
             )
             return chunked_loss(

@@ -226,6 +226,7 @@ CHANGES: dict[str, Any] = {
     "target_dtype": "bfloat16",
     "answers": "data",
     "cache": Path("features"),
+    "packing": True,
     "thinking": "off",
     "draft_heads": 2,
     "draft_kv_heads": 1,
