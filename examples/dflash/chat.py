@@ -194,13 +194,13 @@ class Template:
 
     def _after_the_end(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """Return where an answer is over, bool ``[n]``: a template's line break after the end of a turn is never generated."""
-        ended = torch.zeros(len(tokens), dtype=torch.bool)
-        over = False
-        for index, end in enumerate(torch.isin(tokens, self._eos_ids).tolist()):
-            over = over and bool(supervised[index])
-            ended[index] = over
-            over = over or (bool(supervised[index]) and end)
-        return ended
+        begins = supervised & ~torch.nn.functional.pad(supervised[:-1], (1, 0))
+        if not bool(begins.any()):
+            return begins
+        ends = (torch.isin(tokens, self._eos_ids) & supervised).long()
+        before = ends.cumsum(0) - ends
+        answer = (begins.cumsum(0) - 1).clamp(min=0)
+        return supervised & (before > before[begins][answer])
 
     def _render(self, record: Record, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
         text: str = self._tokenizer.apply_chat_template(

@@ -126,6 +126,7 @@ def test_answers_up_to_the_end_of_their_turn_are_supervised_and_nothing_else(tem
     tokenizer = tokenizer_of(template, tmp_path)
     sample = chat.Template(tokenizer, "default", (257,)).conversation(record(TALK), 1000)
     assert learned(tokenizer, sample) == ["Four.<|end|>", "Yes.<|end|>"]
+    assert chat.Template(tokenizer, "default", (257,)).conversation(record([ASKS]), 1000) is None
     assert sample is not None
     assert tokenizer.decode(sample.tokens) == tokenizer.apply_chat_template(TALK, tokenize=False)
 
