@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
@@ -359,7 +359,7 @@ def test_a_save_that_fails_anywhere_leaves_the_checkpoint_before_and_can_be_made
         return work
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "save_file", failing(checkpoints.save_file))
+        patched.setattr(checkpoints, "save_file", failing(save_file))
         patched.setattr(os, "fsync", failing(os.fsync))
         patched.setattr(Path, "write_text", failing(Path.write_text))
         patched.setattr(Path, "rename", failing(Path.rename))
@@ -374,9 +374,19 @@ def test_a_save_that_fails_anywhere_leaves_the_checkpoint_before_and_can_be_made
     assert checkpoint.step == (3 if call < 8 else 6)
     assert checkpoint.notes == ()
     saved.save(SNAPSHOT, 1.5)
-    saved.begin(saved.resumable())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000006"]
     assert load_file(tmp_path / "step-000006" / MODEL)["fc.weight"].tolist() == SNAPSHOT.weights["fc.weight"].tolist()
+
+
+def test_what_a_killed_process_left_is_removed_when_a_run_goes_on(config: Config, tmp_path: Path) -> None:
+    saved = save(tmp_path, config, 3)
+    (tmp_path / ".step-000006.12345.new").mkdir()
+    (tmp_path / ".step-000006.12345.new" / MODEL).write_bytes(b"half")
+    checkpoint = saved.resumable()
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.notes) == (3, ())
+    saved.begin(checkpoint)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
 
 def test_a_checkpoint_says_what_it_is(config: Config, tmp_path: Path) -> None:
