@@ -186,24 +186,14 @@ class Checkpoints:
         path = self.folder / f"step-{snapshot.step:06d}"
         if path.exists():
             return  # the same contract and step: the same content
-        new = self.folder / f".{path.name}.new"
-        shutil.rmtree(new, ignore_errors=True)
+        new = self.folder / f".{path.name}.{os.getpid()}.new"
         new.mkdir(parents=True)
-        for name, tensors in ((MODEL, snapshot.weights), (OPTIMIZER, snapshot.optimizer)):
-            on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            save_file(on_cpu, new / name, {"format": "pt", "step": str(snapshot.step)})
-        state = {
-            "format": FORMAT,
-            "step": snapshot.step,
-            "item": snapshot.step // self._uses,
-            "seconds": round(seconds, 2),
-            "contract": self._contract,
-            "environment": self._environment,
-        }
-        (new / STATE).write_text(json.dumps(state, indent=2) + "\n")
-        for written in (*new.iterdir(), new):
-            _sync(written)
-        new.rename(path)
+        try:
+            self._write(new, snapshot, seconds)
+            new.rename(path)
+        except BaseException:
+            shutil.rmtree(new)  # a full disk is the likeliest cause
+            raise
         _sync(self.folder)
         for _, old in by_step(self.folder)[:-KEPT]:
             shutil.rmtree(old)
@@ -225,6 +215,22 @@ class Checkpoints:
                 aside = path.with_name(f"unreadable-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
+
+    def _write(self, path: Path, snapshot: Snapshot, seconds: float) -> None:
+        for name, tensors in ((MODEL, snapshot.weights), (OPTIMIZER, snapshot.optimizer)):
+            on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+            save_file(on_cpu, path / name, {"format": "pt", "step": str(snapshot.step)})
+        state = {
+            "format": FORMAT,
+            "step": snapshot.step,
+            "item": snapshot.step // self._uses,
+            "seconds": round(seconds, 2),
+            "contract": self._contract,
+            "environment": self._environment,
+        }
+        (path / STATE).write_text(json.dumps(state, indent=2) + "\n")
+        for written in (*path.iterdir(), path):
+            _sync(written)
 
     def _read(self, path: Path, step: int) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((path / STATE).read_text())

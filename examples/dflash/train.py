@@ -292,10 +292,9 @@ class Replica:
             asked = time.monotonic()
             work = queue.get()
             self.waiting_seconds += time.monotonic() - asked
-            # After a resume, the first batch of work has some of its steps behind it.
-            for step in range(
-                self.step, min(self.config.steps, (self.step // self.config.uses + 1) * self.config.uses)
-            ):
+            # After a resume, the first batch of work may have some of its steps behind it.
+            end = (self.step // self.config.uses + 1) * self.config.uses
+            for step in range(self.step, min(end, self.config.steps)):
                 monitor.now("trains")
                 loss = self.loss(work, step)
                 loss.backward()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
@@ -26,6 +26,8 @@ from checkpoints import MODEL, OPTIMIZER, STATE, Checkpoints, Snapshot, by_step
 from config import Config, ConfigError
 from pipeline import WorkerError
 from target import Target
+from tests.dflash.conftest import EXAMPLE
+from tests.helpers.subprocess_run import run_forked
 
 CPU = torch.device("cpu")
 TEXT = torch.randint(2, 258, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
@@ -372,7 +374,7 @@ def test_a_save_that_fails_anywhere_leaves_the_checkpoint_before_and_can_be_made
         return work
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "save_file", failing(checkpoints.save_file))
+        patched.setattr(checkpoints, "save_file", failing(save_file))
         patched.setattr(os, "fsync", failing(os.fsync))
         patched.setattr(Path, "write_text", failing(Path.write_text))
         patched.setattr(Path, "rename", failing(Path.rename))
@@ -387,9 +389,72 @@ def test_a_save_that_fails_anywhere_leaves_the_checkpoint_before_and_can_be_made
     assert checkpoint.step == (3 if call < 8 else 6)
     assert checkpoint.notes == ()
     saved.save(SNAPSHOT, 1.5)
-    saved.begin(saved.resumable())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000006"]
     assert load_file(tmp_path / "step-000006" / MODEL)["fc.weight"].tolist() == SNAPSHOT.weights["fc.weight"].tolist()
+
+
+KILLED_SAVES = """
+import itertools, os, shutil, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+folder = Path(sys.argv[2])
+import torch
+import checkpoints
+from config import Config
+
+saved = checkpoints.Checkpoints(folder, Config(), torch.zeros(4))
+snapshot = checkpoints.Snapshot(0, {"fc.weight": torch.ones(9, 9)}, {"0.0.momentum": torch.ones(9, 9)})
+
+def killing(original, path_of=None):
+    def work(*args, **kwargs):
+        if next(calls) != last:
+            return original(*args, **kwargs)
+        if path_of:  # in the middle of a file
+            original(*args, **kwargs)
+            os.truncate(path_of(*args), path_of(*args).stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return work
+
+for last in itertools.count():
+    shutil.rmtree(folder, ignore_errors=True)
+    for step in (3, 6):
+        saved.save(snapshot._replace(step=step), 0.0)
+    process = os.fork()
+    if process == 0:
+        calls = itertools.count()
+        checkpoints.save_file = killing(checkpoints.save_file, lambda tensors, path, metadata: path)
+        Path.write_text = killing(Path.write_text, lambda path, text: path)
+        for owner, name in ((Path, "mkdir"), (Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")):
+            setattr(owner, name, killing(getattr(owner, name)))
+        saved.save(snapshot._replace(step=9), 0.0)
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    checkpoint = saved.resumable()
+    assert checkpoint.notes == (), (last, checkpoint.notes)
+    print(checkpoint.step)
+    if not os.WIFSIGNALED(status):
+        break
+"""
+
+
+def test_a_process_killed_at_any_point_of_a_save_leaves_the_new_checkpoint_whole_or_not_there(tmp_path: Path) -> None:
+    result = run_forked(KILLED_SAVES, [str(EXAMPLE), str(tmp_path / "checkpoints")]).check()
+    steps = [int(line) for line in result.stdout.split()]
+    assert steps == sorted(steps)
+    assert steps.count(6) >= 9  # folder, three files, syncs, and the rename
+    assert steps.count(9) >= 5  # the last sync, and what is dropped of the oldest
+
+
+def test_what_a_killed_process_left_is_removed_when_a_run_goes_on(config: Config, tmp_path: Path) -> None:
+    saved = save(tmp_path, config, 3)
+    (tmp_path / ".step-000006.12345.new").mkdir()
+    (tmp_path / ".step-000006.12345.new" / MODEL).write_bytes(b"half")
+    checkpoint = saved.resumable()
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.notes) == (3, ())
+    saved.begin(checkpoint)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
 
 def test_a_checkpoint_says_what_it_is(config: Config, tmp_path: Path) -> None:
@@ -409,8 +474,6 @@ main(["--kills", "3", "--steps", "15"])
 
 
 def test_runs_killed_at_random_moments_go_on_as_if_nothing_had_been() -> None:
-    from tests.helpers.subprocess_run import run_forked
-
     for package in ("rich", "matplotlib"):
         pytest.importorskip(package, reason="the whole program is run")
     result = run_forked(KILLS, timeout=120).check()
