@@ -8,14 +8,14 @@ layer is the paper's; a sliding layer sees a window of the context and is causal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-FULL = "full_attention"
-SLIDING = "sliding_attention"
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 
 Mask: TypeAlias = Tensor | BlockMask
 """A dense bool mask ``[batch, 1, N * B, S + N * B]`` (True: visible), or the same as a flex block mask."""

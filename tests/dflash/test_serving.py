@@ -29,7 +29,7 @@ from train import new_drafter
 
 CPU = torch.device("cpu")
 BLOCK, WINDOW = 4, 6
-KINDS = {"full": (FULL, FULL), "sliding": (SLIDING, SLIDING), "mixed": (SLIDING, FULL)}
+KINDS: dict[str, Any] = {"full": (FULL, FULL), "sliding": (SLIDING, SLIDING), "mixed": (SLIDING, FULL)}
 OWN = Config(draft_heads=6, draft_kv_heads=3, draft_head_dim=10, draft_intermediate_size=40)
 
 
@@ -39,8 +39,9 @@ def target(tiny_target: Path) -> Target:
 
 
 def drafter_of(kinds: str, target: Target) -> Drafter:
-    window = None if kinds == "full" else WINDOW
-    config = replace(OWN, layer_types=KINDS[kinds], sliding_window=window)
+    config = replace(OWN, layer_types=KINDS[kinds])
+    if kinds != "full":
+        config = replace(config, sliding_window=WINDOW)
     drafter = new_drafter(config, target.shape, 3, CPU)
     rng = torch.Generator().manual_seed(7)
     with torch.no_grad():  # so that a norm that is skipped shows
