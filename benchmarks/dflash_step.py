@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, gradient: Gradient) -> None:
 
     def steps(count: int, begin: int) -> None:
         for step in range(begin, begin + count):
-            replica.step(work, step)
+            replica.make_step(work, step)
 
     began = time.perf_counter()
     steps(5, 0)

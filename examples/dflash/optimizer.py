@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -156,6 +156,7 @@ class Optimizers:
         def factor(step: int) -> float:
             return schedule(step, steps=steps, warmup_steps=warmup_steps)
 
+        self._factor = factor
         self._schedulers = [torch.optim.lr_scheduler.LambdaLR(o, factor) for o in self._optimizers]
 
     @property
@@ -179,6 +180,30 @@ class Optimizers:
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the optimizers have gathered, by names of the form ``optimizer.parameter.what``, the first two being numbers.
+
+        These are the tensors themselves: the next step changes them.
+        """
+        return {
+            f"{number}.{parameter}.{what}": value
+            for number, optimizer in enumerate(self._optimizers)
+            for parameter, gathered in optimizer.state_dict()["state"].items()
+            for what, value in gathered.items()
+        }
+
+    def restore(self, state: Mapping[str, Tensor], step: int) -> None:
+        """Go on from a copy of a `state`, and from the schedule's place after ``step`` steps."""
+        gathered: list[dict[int, dict[str, Tensor]]] = [{} for _ in self._optimizers]
+        for name, value in state.items():
+            number, parameter, what = name.split(".")
+            gathered[int(number)].setdefault(int(parameter), {})[what] = value.clone()
+        for optimizer, scheduler, own in zip(self._optimizers, self._schedulers, gathered, strict=True):
+            optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
+            scheduler.last_epoch = step
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self._factor(step)
 
 
 def schedule(step: int, *, steps: int, warmup_steps: int) -> float:

@@ -13,11 +13,16 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "dflash"
 sys.path.insert(0, str(EXAMPLE))
 
 
-@pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an untrained target of 5 layers, width 32, over bytes."""
-    folder = tmp_path_factory.mktemp("target")
+def write_tiny_target(folder: Path) -> None:
+    """Write an untrained target of 5 layers, width 32, over bytes."""
     tiny_model(
         "Qwen3", vocab_size=258, head_dim=8, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=0
     ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the target that `write_tiny_target` writes."""
+    folder = tmp_path_factory.mktemp("target")
+    write_tiny_target(folder)
     return folder

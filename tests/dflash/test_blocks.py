@@ -39,6 +39,13 @@ def test_unsupervised_tokens_and_padding_do_not_count() -> None:
     assert counts.tolist() == [[False, False, True, True, False, False, False, False]]
 
 
+def test_tokens_of_the_next_document_do_not_count() -> None:
+    documents = torch.tensor([[0] * 6 + [1] * 6])
+    anchors, keep = torch.tensor([[4, 6]]), torch.tensor([[True, True]])
+    _, counts = blocks.labels(TOKENS, ANSWER, anchors, keep, 4, documents)
+    assert counts.tolist() == [[False, True, False, False, False, True, True, True]]
+
+
 def test_the_teacher_is_the_hidden_state_before_the_label() -> None:
     hidden = torch.arange(12.0).view(1, 12, 1)
     rows = blocks.teacher_rows(hidden, torch.tensor([[4, 9]]), 3)
@@ -53,6 +60,12 @@ def test_anchors_are_different_sorted_and_have_a_next_token_to_predict(seed: int
     first, second = anchors[0].tolist()
     assert first < second
     assert {first, second} <= {1, 4, 5}
+
+
+def test_the_last_token_of_a_document_is_no_anchor() -> None:
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    anchors, keep = blocks.sample_anchors(ANSWER, 12, generators(1), documents)
+    assert anchors[keep].tolist() == [5, 6, 7, 8, 9, 10]
 
 
 def test_missing_anchors_are_padding() -> None:
