@@ -111,7 +111,8 @@ def block_mask(
     batch, blocks = anchors.shape
     rows = blocks * block_size
     rule = mask_rule(anchors, keep, context_length, block_size, window, documents)
-    return _create_block_mask(rule, batch, None, rows, context_length + rows, device=anchors.device)
+    create = _create_block_mask if anchors.device.type == "cuda" else create_block_mask
+    return create(rule, batch, None, rows, context_length + rows, device=anchors.device)
 
 
 def build_masks(

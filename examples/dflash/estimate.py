@@ -140,7 +140,8 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
         vocabulary_parameters=vocabulary,
         target_memory=target_memory,
         drafter_memory={name: size for name, size in drafter_memory.items() if size},
-        whole_logits=config.batch * rows * vocab_size * FLOAT32,
+        # Slot 0 of a block predicts nothing, and has no logits.
+        whole_logits=config.batch * (rows - config.anchors) * vocab_size * FLOAT32,
         chunk_logits=chunk_logits,
         device_memory=device_memory,
         token_bytes=token_bytes,

@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.models import tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dflash"
 sys.path.insert(0, str(EXAMPLE))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_compiled() -> None:
+    """Forget what other files' tests compiled: functions of the example have a limit of graphs, and each file its own shapes."""
+    torch.compiler.reset()
 
 
 def write_tiny_target(folder: Path) -> None:

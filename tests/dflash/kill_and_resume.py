@@ -30,7 +30,7 @@ from tests.dflash.conftest import write_tiny_target
 SAVE_EVERY = 3
 OPTIONS_GIVEN = (
     "--device cpu --taps 0,2,3 --layers 1 --block-size 4 --prompt-length 8 --response-length 8 --sequences 4 --uses 5 --batch 2 "
-    f"--anchors 4 --chunk-rows 8 --eval-prompts 1 --eval-prompt-length 8 --eval-new-tokens 8 --save-every {SAVE_EVERY}"
+    f"--anchors 4 --chunk-blocks 2 --eval-prompts 1 --eval-prompt-length 8 --eval-new-tokens 8 --save-every {SAVE_EVERY}"
 ).split()
 
 _forks = multiprocessing.get_context("fork")  # the program is imported once; no thread has been started here
