@@ -211,8 +211,9 @@ class Replica:
             raise
         monitor.now("trains")
         self._optimizers.step()
-        self.losses.append(loss.item())  # waits for the device, too
+        value = loss.item()  # waits for the device: the update is complete
         self.step += 1
+        self.losses.append(value)
         self._within_update = False
 
     @property
