@@ -201,9 +201,8 @@ class Replica:
                 report(step, self.losses[-1])
 
     def _update(self, exchange: GradientExchange, loss: Tensor, monitor: Monitor) -> None:
-        self._within_update = (
-            True  # before the meeting: all replicas that pass it make this step, whenever they wake up
-        )
+        # From before the meeting on: a replica that has passed it makes this step, however late its thread wakes up.
+        self._within_update = True
         try:
             exchange.average(self.index, self._optimizers.parameters)
         except BaseException:
