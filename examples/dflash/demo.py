@@ -382,6 +382,7 @@ class Run:
         self._checkpoints.begin(checkpoint)
         if checkpoint is None:
             self.folder.begin()
+            self._say("begins at step 0")
             return
         self.folder.resume(checkpoint.step, checkpoint.seconds)
         self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}

@@ -89,6 +89,9 @@ class RunFolder:
         new.write_text("".join(json.dumps(line) + "\n" for line in filter(saved, self._lines())))
         new.replace(self.path / METRICS)
         self.metric("resume", step=step)
+        last = {line["thread"]: line["state"] for line in self.metrics("thread")}
+        for thread in (name for name, state in last.items() if state != "done"):
+            self.metric("thread", seconds=seconds, thread=thread, state="done")  # there may be fewer threads now
 
     def sync_metrics(self) -> None:
         """Wait until all metrics are on the disk."""

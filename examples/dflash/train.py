@@ -303,9 +303,8 @@ class Replica:
                 report(step, self.losses[-1])
 
     def _update(self, exchange: GradientExchange, loss: Tensor, monitor: Monitor) -> None:
-        self._within_update = (
-            True  # before the meeting: all replicas that pass it make this step, whenever they wake up
-        )
+        # From before the meeting on: a replica that has passed it makes this step, however late its thread wakes up.
+        self._within_update = True
         try:
             exchange.average(self.index, self._optimizers.parameters)
         except BaseException:
@@ -313,8 +312,9 @@ class Replica:
             raise
         monitor.now("trains")
         self._optimizers.step()
-        self.losses.append(loss.item())  # waits for the device, too
+        value = loss.item()  # waits for the device: the update is complete
         self.step += 1
+        self.losses.append(value)
         self._within_update = False
 
     @property

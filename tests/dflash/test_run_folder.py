@@ -74,7 +74,8 @@ def test_a_resume_keeps_the_metrics_of_what_was_saved(tmp_path: Path) -> None:
         file.write('{"kind": "step", "step": 6, "lo')  # killed here
     folder.resume(4, 1.7)
     assert folder.metrics("step") == [{"step": step, "loss": 1 / (step + 3)} for step in range(4)]
-    assert [line["seconds"] for line in folder.metrics("thread")] == [0.0, 0.5, 1.0, 1.5]
+    threads = [(line["seconds"], line["state"]) for line in folder.metrics("thread")]
+    assert threads == [(0.0, "trains"), (0.5, "trains"), (1.0, "trains"), (1.5, "trains"), (1.7, "done")]
     assert folder.metrics("stage") == [{"stage": "load", "seconds": 99.0}]
     assert folder.metrics("resume") == [{"step": 4}]
     (tmp_path / "metrics.jsonl").unlink()
