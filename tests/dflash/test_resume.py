@@ -157,7 +157,7 @@ def test_a_replica_whose_update_failed_is_not_saved_and_the_others_finish_theirs
     whole = uninterrupted("muon")
     step, calls = optimizer.Optimizers.step, itertools.count()
 
-    def failing(self: optimizer.Optimizers) -> float:
+    def failing(self: optimizer.Optimizers) -> Tensor:
         if threading.current_thread().name == "drafter-0" and next(calls) == 3:
             raise ArithmeticError("injected")
         return step(self)
