@@ -196,7 +196,7 @@ for moment in moments:
     if not saved:
         (run / "drafter" / "model.safetensors").write_bytes(complete)
 
-    if 0 < steps not in resumed:
+    if 0 < steps not in resumed and len(resumed) < 3:
         resumed.add(steps)
         resume(steps)
 
