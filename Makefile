@@ -28,7 +28,7 @@ test: $(INSTALLED)
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 demo: $(INSTALLED)
-	$(RUN) examples/dflash/demo.py
+	$(RUN) examples/dflash/demo.py --restart
 
 bench: $(INSTALLED)
 	$(RUN) benchmarks/run.py

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 
-def sample_anchors(loss_mask: Tensor, count: int, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
+def sample_anchors(
+    loss_mask: Tensor, count: int, generators: Sequence[torch.Generator], documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw each sequence's anchors (paper, section 4.2): different ones, sorted, uniform over those with something to predict.
 
-    A position can be an anchor if it and the next one are supervised. There are always ``count`` slots, because a constant
+    A position can be an anchor if it and the next one are supervised, in one document. There are always ``count`` slots, because a constant
     shape needs no new compile; those that cannot be filled are padding.
 
     Args:
         loss_mask: bool ``[batch, S]``, the supervised tokens.
         count: ``N``.
         generators: one for each sequence.
+        documents: as in `attention.mask_rule`.
 
     Returns:
         anchors: int64 ``[batch, N]``.
@@ -30,8 +33,11 @@ def sample_anchors(loss_mask: Tensor, count: int, generators: Sequence[torch.Gen
     """
     anchors = torch.zeros(len(loss_mask), count, dtype=torch.long)
     keep = torch.zeros(len(loss_mask), count, dtype=torch.bool)
-    for row, (supervised, rng) in enumerate(zip(loss_mask.cpu(), generators, strict=True)):
-        candidates = (supervised[:-1] & supervised[1:]).nonzero().flatten()
+    possible = loss_mask[:, :-1] & loss_mask[:, 1:]
+    if documents is not None:
+        possible = possible & (documents[:, :-1] == documents[:, 1:])
+    for row, (candidate, rng) in enumerate(zip(possible.cpu(), generators, strict=True)):
+        candidates = candidate.nonzero().flatten()
         order = torch.randperm(len(candidates), generator=rng)[:count]
         chosen = candidates[order].sort().values
         anchors[row, : len(chosen)] = chosen
@@ -65,17 +71,25 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
     return torch.exp(-(slots - 1) / gamma) * (slots > 0)
 
 
-def labels(tokens: Tensor, loss_mask: Tensor, anchors: Tensor, keep: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def labels(
+    tokens: Tensor,
+    loss_mask: Tensor,
+    anchors: Tensor,
+    keep: Tensor,
+    block_size: int,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return each row's label and whether it counts (paper, section 4.2: a slot predicts the token at its own position).
 
     Row ``k`` of a block is labelled with the token at ``anchor + k``. It counts if the block is kept, ``k > 0``, that
-    position is inside the sequence, and its token is supervised.
+    position is inside the sequence, and its token is supervised and of the anchor's document.
 
     Args:
         tokens: int64 ``[batch, S]``.
         loss_mask: bool ``[batch, S]``.
         anchors, keep: ``[batch, N]``, from `sample_anchors`.
         block_size: ``B``.
+        documents: as in `attention.mask_rule`.
 
     Returns:
         labels: int64 ``[batch, N * B]``; where a row does not count, any valid id.
@@ -86,7 +100,14 @@ def labels(tokens: Tensor, loss_mask: Tensor, anchors: Tensor, keep: Tensor, blo
     inside = at.clamp(max=length - 1)
     predicts = torch.arange(block_size, device=tokens.device).repeat(anchors.shape[1]) > 0
     mask = keep.repeat_interleave(block_size, dim=1) & predicts & (at < length) & loss_mask.gather(1, inside)
+    if documents is not None:
+        mask = mask & (documents.gather(1, inside) == documents.gather(1, anchors).repeat_interleave(block_size, dim=1))
     return tokens.gather(1, inside), mask
+
+
+def drafted(rows: Tensor, block_size: int) -> Tensor:
+    """Leave each block's slot 0 out, which predicts nothing: ``[batch, N * B, ...]`` to ``[batch, N * (B - 1), ...]``."""
+    return rows.unflatten(1, (-1, block_size))[:, :, 1:].flatten(1, 2)
 
 
 def teacher_rows(target_hidden: Tensor, anchors: Tensor, block_size: int) -> Tensor:

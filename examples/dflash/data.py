@@ -1,4 +1,4 @@
-"""Text: the corpus, its held-out part, windows of it, and random numbers by key.
+"""What sequences are drawn from: text or conversations, their held-out part; and random numbers by key.
 
 The corpus is the source code of Python's own standard library: it is on every machine that can run this example, so
 nothing is downloaded. A folder of any other text can be named. For a target without a tokenizer a byte is a token; two ids
@@ -10,8 +10,11 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +42,73 @@ _LEFT_OUT = frozenset(
 )
 
 _HELD_OUT_ONE_IN = 16
+
+
+class Sample(NamedTuple):
+    """A conversation, its beginning, or several conversations one after the other.
+
+    Attributes:
+        tokens: int32 ``[n]``.
+        supervised: bool ``[n]``, True on answers to learn from.
+        documents: int32 ``[n]``, which of several conversations a token is of, from 0; None for one.
+    """
+
+    tokens: Tensor
+    supervised: Tensor
+    documents: Tensor | None = None
+
+
+_OPEN = 32
+
+
+def pack(samples: Sequence[Sample], length: int) -> list[Sample]:
+    """Return sequences of at most ``length`` tokens with as many whole conversations as fit, in a shuffled order, always the same.
+
+    Each conversation goes into the first sequence it fits into, of the last 32: looking at all would take the square of their number.
+    """
+    bins: list[list[Sample]] = []
+    room: list[int] = []
+    for index in _order(len(samples), 0, -1):
+        sample = samples[index]
+        count = len(sample.tokens)
+        first = max(0, len(bins) - _OPEN)
+        place = next((p for p in range(first, len(bins)) if room[p] >= count), None)
+        if place is None:
+            bins.append([])
+            room.append(length)
+            place = len(bins) - 1
+        bins[place].append(sample)
+        room[place] -= count
+    return [
+        Sample(
+            torch.cat([sample.tokens for sample in together]),
+            torch.cat([sample.supervised for sample in together]),
+            torch.cat([torch.full((len(s.tokens),), number, dtype=torch.int32) for number, s in enumerate(together)]),
+        )
+        for together in bins
+    ]
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Conversations to draw from, each once before any comes again.
+
+    Attributes:
+        samples: conversations, or their beginnings as prompts.
+        left_out: how many of the file, from all its parts, had nothing left within the length.
+    """
+
+    samples: tuple[Sample, ...]
+    left_out: int = 0
+
+    def at(self, number: int, seed: int) -> Sample:
+        """Return the one that is drawn as number ``number``, from 0; which it is follows from that and the seed alone."""
+        turn, place = divmod(number, len(self.samples))
+        return self.samples[_order(len(self.samples), seed, turn)[place]]
+
+
+Source: TypeAlias = Tensor | Conversations
+"""What sequences are drawn from: the ids of a text, int32 ``[n]``, or conversations."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +180,70 @@ def window(tokens: Tensor, length: int, rng: torch.Generator) -> Tensor:
         raise ValueError(f"the text has {len(tokens)} tokens, a window needs {length}")
     start = int(torch.randint(len(tokens) - length + 1, (), generator=rng))
     return tokens[start : start + length].long()
+
+
+def draw_prompts(source: Source, length: int, rngs: Sequence[torch.Generator], first: int, seed: int) -> list[Tensor]:
+    """Draw a prompt for each of ``rngs``, int64 ``[p]``: a window of ``length`` ids of a text, or a conversation's beginning.
+
+    Args:
+        source: where from.
+        length: of a text's windows; conversations have been made short enough.
+        rngs: choose windows.
+        first: conversations are taken in a shuffled order, from this number on.
+        seed: of that order.
+    """
+    if isinstance(source, Tensor):
+        return [window(source, length, rng) for rng in rngs]
+    return [source.at(first + index, seed).tokens.long() for index in range(len(rngs))]
+
+
+def draw_answered(
+    source: Source, prompt_length: int, length: int, rngs: Sequence[torch.Generator], first: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw sequences with the answers that are there; of a text, what comes after ``prompt_length`` ids counts as the answer.
+
+    Args:
+        source, rngs, first, seed: as in `draw_prompts`.
+        prompt_length: ids of a text before the answer.
+        length: ``S``; conversations are padded to it.
+
+    Returns:
+        tokens: int64 ``[len(rngs), S]``.
+        supervised: bool ``[len(rngs), S]``, False on padding.
+        documents: int64 ``[len(rngs), S]``, see `Sample`, -1 on padding; None where nothing is packed.
+    """
+    documents = torch.full((len(rngs), length), -1)
+    packed = False
+    tokens = torch.zeros(len(rngs), length, dtype=torch.long)
+    supervised = torch.zeros(len(rngs), length, dtype=torch.bool)
+    for row, rng in enumerate(rngs):
+        if isinstance(source, Tensor):
+            tokens[row] = window(source, length, rng)
+            supervised[row, prompt_length:] = True
+        else:
+            sample = source.at(first + row, seed)
+            tokens[row, : len(sample.tokens)] = sample.tokens
+            supervised[row, : len(sample.tokens)] = sample.supervised
+            if sample.documents is not None:
+                packed = True
+                documents[row, : len(sample.tokens)] = sample.documents
+    return tokens, supervised, documents if packed else None
+
+
+def digest(source: Source) -> str:
+    """Return a hash of all tokens, of which of them are answers, and of how they are packed."""
+    found = hashlib.sha256()
+    parts = [source] if isinstance(source, Tensor) else [p for s in source.samples for p in s if p is not None]
+    for part in parts:
+        if not isinstance(source, Tensor):
+            found.update(f"{len(part)} ".encode())
+        found.update(part.contiguous().numpy().data)
+    return found.hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, turn: int) -> list[int]:
+    return torch.randperm(count, generator=generator(seed, "order", turn)).tolist()
 
 
 def _is_text(content: bytes) -> bool:

@@ -4,7 +4,8 @@
 
 Five target threads answer prompts and hand their features to three drafter threads through bounded queues, all in one
 process and all calling compiled functions at the same time. Everything is written to the run folder. Exits with 0 if all
-checks passed, 1 if one did not or a thread failed, 2 for options that cannot work, 130 after Ctrl-C. See README.md.
+checks passed, 1 if one did not or a thread failed, 2 for options that cannot work, 130 after Ctrl-C and 143 after SIGTERM, from
+where ``--resume`` goes on. See README.md.
 """
 
 from __future__ import annotations
@@ -15,31 +16,55 @@ import math
 import os
 import platform
 import sys
+import threading
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
 from rich.console import Console
-from torch import Tensor
+from safetensors import SafetensorError
 
+import cache
+import chat
 import data
+import estimate
 import evaluate
 import export
+import options
 import plots
 import train
 from backend import BACKEND, cpp_compiler
-from config import PRESETS, Config, ConfigError
+from checkpoints import Checkpoint, Checkpoints
+from config import Config, ConfigError
+from data import Conversations, Source
 from display import Display
-from drafter import Drafter
+from interrupt import Interrupted, interruptible
 from pipeline import WorkerError
-from run_folder import DRAFTER, EVALUATION, SUMMARY, RunFolder
+from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, SUMMARY, RunFolder, Start
 from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, choose_taps, language_of, read_config, shape_of
+
+
+class Command(NamedTuple):
+    """What the command line asks for.
+
+    Attributes:
+        config: options.
+        run: the run folder.
+        start: how to begin in it.
+        estimate_for: no run is wanted, but an estimate of it, at this many tokens a second of each drafter.
+        make_cache: no run is wanted, but the features for it in this folder.
+    """
+
+    config: Config
+    run: Path
+    start: Start
+    estimate_for: float | None
+    make_cache: Path | None
 
 
 class Prepared(NamedTuple):
@@ -49,43 +74,65 @@ class Prepared(NamedTuple):
     folder: RunFolder
     taps: tuple[int, ...]
     language: Language
-    train_text: Tensor
-    held_out_text: Tensor
+    train_on: Source
+    held_out: Source
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None
+    cache: cache.Cache | None
 
 
-def options(arguments: list[str]) -> tuple[Config, Path]:
-    """Read the command line; return the options and the run folder.
+def command_line(arguments: list[str]) -> Command:
+    """Read the command line and the configuration file that it names.
 
     Raises:
         ConfigError: if the options cannot work.
     """
-    parser = _Parser(description="Train a DFlash drafter in several threads and measure it.")
-    parser.add_argument("--preset", choices=PRESETS, default="demo", help="where the other options start (%(default)s)")
-    parser.add_argument("--run", type=Path, help="run folder, for all that is written (runs/dflash-PRESET)")
-    parser.add_argument("--text", type=Path, help="folder of text (the standard library's sources)")
-    parser.add_argument("--target", type=Path, help="Hugging Face folder of a causal language model (the bundled one)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
+    parser = _Parser(description="Train a DFlash drafter in several threads and measure it.", allow_abbrev=False)
     parser.add_argument(
-        "--taps", type=_integers, help="tapped target layers, such as 0,1,2; 'paper' for the paper's five"
+        "--config",
+        default="demo",
+        metavar="NAME|FILE",
+        help=f"TOML file that the other options change: a path, or one of {', '.join(options.bundled())} (%(default)s)",
     )
     parser.add_argument(
-        "--device", help="auto, cpu, cuda, or a map such as cuda:0,cuda:1 that the threads wrap around onto"
+        "--run", type=Path, metavar="PATH", help="run folder, for all that is written (runs/dflash-NAME)"
     )
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), help="the paper's, or the one for short runs")
-    for name, meaning in _INTEGERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
-    for name, meaning in _NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=meaning)
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
+    begin.add_argument("--restart", action="store_true", help="begin again, and delete the run folder's checkpoints")
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        type=_rate,
+        const=2800.0,
+        metavar="TOK/S",
+        help="show shapes, parameters, memory and, for this many context tokens a second of each drafter (%(const)s), "
+        "traffic, from the target's config.json alone; named devices need not exist",
+    )
+    parser.add_argument(
+        "--make-cache",
+        type=Path,
+        metavar="PATH",
+        help="make the features for all steps, for any number of runs with --cache, and end; goes on with a folder begun before",
+    )
+    options.add_to(parser)
     given = vars(parser.parse_args(arguments))
-    preset = given.pop("preset")
-    run = given.pop("run") or Path("runs") / f"dflash-{preset}"
-    base = PRESETS[preset]()
-    if given["target"] is not None and given["taps"] is None:
-        base = replace(base, taps=None)
-    changes = {name: value for name, value in given.items() if value is not None}
-    if changes.get("taps") == ():
-        changes["taps"] = None
-    return replace(base, **changes), run
+    file, run, dry_run = options.find(given.pop("config")), given.pop("run"), given.pop("dry_run")
+    resume, restart, given_cache = given.pop("resume"), given.pop("restart"), given.pop("make_cache")
+    return Command(
+        options.combine(file, given),
+        run or Path("runs") / f"dflash-{file.stem}",
+        "resume" if resume else "restart" if restart else "fresh",
+        dry_run,
+        given_cache,
+    )
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not (rate > 0 and math.isfinite(rate)):
+        raise argparse.ArgumentTypeError(f"{text} tokens a second is no rate")
+    return rate
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,68 +141,112 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-_INTEGERS = {
-    "seed": "everything random follows from it",
-    "targets": "target threads",
-    "drafters": "drafter threads",
-    "steps": "training steps",
-    "layers": "draft layers",
-    "block_size": "block, anchor included",
-    "anchors": "blocks a sequence",
-    "batch": "sequences a step and replica",
-    "sequences": "sequences in one batch of work",
-    "uses": "steps made with one batch of work",
-    "prompt_length": "tokens of text that an answer is made to",
-    "response_length": "tokens of an answer",
-    "chunk_rows": "rows whose logits exist at once",
-    "queue_depth": "batches of work that wait for one replica at most",
-    "save_every": "steps between two savings of the drafter",
-    "eval_prompts": "held-out prompts",
-    "eval_prompt_length": "tokens of each",
-    "eval_new_tokens": "tokens of each response",
-}
-_NUMBERS = {
-    "lr": "learning rate of AdamW",
-    "muon_lr": "learning rate of Muon",
-    "temperature": "of every second answer, the others are greedy",
-    "gamma": "decay of the position weights",
-    "kl_weight": "share of the soft-label divergence in the loss",
-    "tau": "acceptance length that must be reached",
-}
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return () if text == "paper" else tuple(int(part) for part in text.split(","))
-
-
-def prepare(config: Config, run: Path) -> Prepared:
-    """Check everything that can be wrong with the options, and read the text.
+def show_estimate(config: Config, rate: float) -> None:
+    """Say what a run would take, without making it.
 
     Raises:
         ConfigError: in one sentence that says what to change.
     """
+    config.validate(planned=True)
+    estimate.show(estimate.estimate(config, rate=rate), config, Console())
+
+
+def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
+    """Check everything that can be wrong with the options, and read the text or the conversations.
+
+    Raises:
+        ConfigError: in one sentence that says what to change.
+    """
+    taps, language, train_on, held_out = _checked(config)
+    stored = cache.open_complete(config.cache, config, train_on, taps) if config.cache is not None else None
+    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on)
+    checkpoint = checkpoints.resumable() if start == "resume" else None
+    folder = RunFolder(run, config, start)
+    return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored)
+
+
+def make_cache(config: Config, folder: Path) -> None:
+    """Let the targets make all work of a run, for runs without them.
+
+    Raises:
+        ConfigError: in one sentence that says what to change.
+        WorkerError: if a thread failed.
+    """
+    taps, language, train_on, _ = _checked(config)
+    token_bytes = estimate.estimate(config).token_bytes
+    begun = cache.begin(folder, config, train_on, taps, token_bytes)
+    torch.set_num_threads(1)
+    missing = len(begun.missing())
+    print(
+        f"{missing} of {begun.works} batches of work to make, {missing * cache.size_of(config, token_bytes) / 1e9:,.2f} GB"
+    )
+    targets = _targets(config, taps, language, config.targets if missing else 0)
+    shown = time.monotonic()
+
+    def tick() -> None:
+        nonlocal shown
+        if time.monotonic() - shown > 10:
+            shown = time.monotonic()
+            print(f"{begun.works - len(begun.missing())} of {begun.works}", flush=True)
+
+    train.fill(config, train_on, targets, begun, tick)
+    print(f"all there; train on it with --cache {folder}")
+
+
+def _checked(config: Config) -> tuple[tuple[int, ...], Language, Source, Source]:
+    """Check the options; return tapped layers, the target's language, what to train on and what to evaluate on."""
     config.validate()
     target = read_config(config.target, trust_remote_code=config.trust_remote_code)
-    taps = choose_taps(config.taps, shape_of(target))
-    language = language_of(config.target, target, trust_remote_code=config.trust_remote_code)
+    shape = shape_of(target)
+    taps = choose_taps(config.taps, shape)
+    train.drafter_shape(config, shape, len(taps))
+    language = language_of(
+        config.target, target, mask_id=config.mask_token_id, trust_remote_code=config.trust_remote_code
+    )
+    return taps, language, *_sources(config, language)
+
+
+def _targets(config: Config, taps: tuple[int, ...], language: Language, count: int) -> list[Target]:
+    """Load the target ``count`` times, onto the devices of the first threads.
+
+    One after the other in this thread: loading changes settings of the whole process, such as the default dtype.
+    """
+    return [
+        Target(
+            config.target,
+            taps,
+            device,
+            trust_remote_code=config.trust_remote_code,
+            language=language,
+            dtype=getattr(torch, config.target_dtype),
+        )
+        for device in config.devices()[:count]
+    ]
+
+
+def _sources(config: Config, language: Language) -> tuple[Source, Source]:
+    """Return what to train on and what to evaluate on."""
+    if config.data is not None:
+        return chat.load(config, language)
     corpus = data.load_corpus(config.text)
     texts = []
     for part, text, needed in (
-        ("to train on", corpus.train, config.prompt_length),
+        ("to train on", corpus.train, config.prompt_length if config.answers == "target" else config.length),
         ("to evaluate on", corpus.held_out, config.eval_prompt_length),
     ):
         tokens = language.encode(text)
         if len(tokens) < needed:
             raise ConfigError(f"text {part} has only {len(tokens)} tokens, a prompt takes {needed}: add text")
         texts.append(tokens)
-    return Prepared(config, RunFolder(run, config), taps, language, *texts)
+    return texts[0], texts[1]
 
 
 class Run:
     """One run, from loading to the summary, which is written however the run ends."""
 
     def __init__(self, prepared: Prepared) -> None:
-        self.config, self.folder, self.taps, self.language, self._train_text, self._held_out_text = prepared
+        self.config, self.folder, self.taps, self.language = prepared[:4]
+        self._train_on, self._held_out, self._checkpoints, self._checkpoint, self._cache = prepared[4:]
         self.training: train.Training | None = None
         self.summary: dict[str, Any] = {
             "status": "running",
@@ -170,7 +261,8 @@ class Run:
         }
         self._console = Console()
         self._stage_started = self._started = time.monotonic()
-        self._saved_step = 0
+        self._saving = threading.RLock()
+        self._saved_step = self._checkpoint.step if self._checkpoint else 0  # guarded by _saving
 
     def complete(self) -> list[str]:
         """Run everything; return the checks that failed.
@@ -181,26 +273,23 @@ class Run:
         config = self.config
         # Eight threads share few cores: operators that split up further only get in each other's way.
         torch.set_num_threads(1)
-        self.folder.begin()
-        self._say(f"{config.targets} target and {config.drafters} drafter threads, torch {torch.__version__}")
+        self._begin()
+        makers = f"{config.targets} target" if self._cache is None else f"{config.drafters} reader"
+        self._say(f"{makers} and {config.drafters} drafter threads, torch {torch.__version__}")
         self._say(
             f"compiler backend: {BACKEND}"
             + ("" if cpp_compiler() else " (no C++ compiler found, Inductor needs one on CPU)")
         )
-        # One after the other in this thread: loading changes settings of the whole process, such as the default dtype.
-        targets = [
-            Target(
-                config.target,
-                self.taps,
-                device,
-                trust_remote_code=config.trust_remote_code,
-                language=self.language,
+        if isinstance(self._train_on, Conversations) and isinstance(self._held_out, Conversations):
+            train_on, held_out = len(self._train_on.samples), len(self._held_out.samples)
+            self._say(
+                f"{train_on} {'sequences of ' if config.packing else ''}conversations to train on, {held_out} held out, "
+                f"{self._train_on.left_out} too long or without an answer"
             )
-            for device in config.devices()[: config.targets]
-        ]
+        targets = _targets(config, self.taps, self.language, config.targets if self._cache is None else 1)
         judge = targets[0]
         self._done("load")
-        references = evaluate.references(config, self._held_out_text, judge)
+        references = evaluate.references(config, self._held_out, judge)
         self._done("references")
         untrained = train.new_drafter(config, judge.shape, len(self.taps), judge.device)
         block = config.block_size
@@ -221,7 +310,10 @@ class Run:
         self._done("trained")
         self.summary["graphs"] = {
             "compiled_by_all_threads": training.compiled,
-            "compiled_by_one_thread": train.compiles_of_one_thread(config, self._train_text, judge),
+            # A run resumed at its end had nothing to compile.
+            "compiled_by_one_thread": (
+                train.compiles_of_one_thread(config, self._train_on, judge, self._cache) if training.losses else 0
+            ),
         }
         self._done("one thread")
         self.folder.write_json(EVALUATION, evaluate.raw(evaluations))
@@ -236,8 +328,11 @@ class Run:
 
     def end(self, status: str) -> None:
         """Save what there is to save, and the summary."""
-        if self.training and status != "complete":
-            self._save_newest(self.training)
+        if self.training and status != "complete" and (replica := self.training.at_rest()):
+            try:
+                self._save(replica)
+            except OSError as error:  # such as a full disk, which may be why the run ends
+                print(f"step {replica.step} could not be saved: {error}", file=sys.stderr)
         self.summary["status"] = status
         self.summary["seconds"]["all"] = round(time.monotonic() - self._started, 1)
         self.summary["cpu_seconds"] = round(time.process_time(), 1)
@@ -251,21 +346,20 @@ class Run:
 
     def _train(self, targets: list[Target]) -> train.Training:
         config = self.config
-        training = self.training = train.Training(config, self._train_text, targets)
-        judge = targets[0]
+        snapshot = self._checkpoint.snapshot() if self._checkpoint else None
+        training = self.training = train.Training(config, self._train_on, targets, snapshot, self._cache)
         shown: dict[str, str] = {}
-        started = time.monotonic()
 
         def report(step: int, loss: float) -> None:
             self.folder.metric("step", step=step, loss=loss, waiting=training.waiting)
             if (step + 1) % config.save_every == 0:
-                self._save(training.drafters[0], judge, step + 1)
+                self._save(training.replicas[0])
 
         display = Display(training, self._console)
 
         def tick() -> None:
             states = training.monitor.sample()
-            seconds = round(time.monotonic() - started, 2)
+            seconds = round(self._training_seconds(), 2)
             for name, state in states.items():
                 if shown.get(name) != state:
                     self.folder.metric("thread", seconds=seconds, thread=name, state=state)
@@ -278,31 +372,55 @@ class Run:
         finally:
             display.stop()
         tick()
-        export.save(self.folder.path / DRAFTER, training.drafters[0], judge, config.block_size, config.steps)
-        self._saved_step = config.steps
+        self._save(training.replicas[0], final=True)
         self.summary["training"] = self._training_summary(training)
         return training
 
-    def _save(self, drafter: Drafter, target: Target, step: int) -> None:
-        """Save weights unless newer ones of this configuration are there, from this run or the one before it."""
-        folder = self.folder.path / DRAFTER
-        if not self._saved_step and (folder / export.WEIGHTS).exists():
-            self._saved_step = export.step_of(folder)
-        if step > self._saved_step:
-            export.save(folder, drafter, target, self.config.block_size, step)
-            self._saved_step = step
+    def _begin(self) -> None:
+        """Start the run's files anew, or go on with them where the checkpoint ends."""
+        checkpoint = self._checkpoint
+        self._checkpoints.begin(checkpoint)
+        if checkpoint is None:
+            self.folder.begin()
+            self._say("begins at step 0")
+            return
+        self.folder.resume(checkpoint.step, checkpoint.seconds)
+        self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}
+        for note in checkpoint.notes:
+            print(f"note: {note}", file=sys.stderr)
+        self._say(f"resumed at step {checkpoint.step} of {self.config.steps}")
 
-    def _save_newest(self, training: train.Training) -> None:
-        replica = training.at_rest()
-        if replica and replica.losses:
-            self._save(replica.drafter, training.targets[0], len(replica.losses))
+    def _training_seconds(self) -> float:
+        """Return the seconds of training so far, those before a resume among them."""
+        assert self.training
+        return (self._checkpoint.seconds if self._checkpoint else 0.0) + self.training.seconds
+
+    def _save(self, replica: train.Replica, *, final: bool = False) -> None:
+        """Save the state after a replica's last step, as a checkpoint and as a drafter to use, each unless one as new is there.
+
+        A drafter of more steps, from a run before a restart, stays until the ``final`` one of this run takes its place.
+        """
+        assert self.training
+        with self._saving:  # both by the first drafter thread and, when the run ends meanwhile, by the main thread
+            step = replica.step
+            if step > self._saved_step:
+                self.folder.sync_metrics()  # first: a checkpoint has the metrics of all its steps
+                self._checkpoints.save(replica.snapshot(), self._training_seconds())
+                self._saved_step = step
+            folder = self.folder.path / DRAFTER
+            try:
+                exported = export.step_of(folder) if (folder / export.WEIGHTS).exists() else 0
+            except SafetensorError:  # cut off by a machine that went down
+                exported = 0
+            if final or step > exported:
+                export.save(folder, replica.drafter, self.training.targets[0], self.config.block_size, step)
 
     def _training_summary(self, training: train.Training) -> dict[str, Any]:
-        losses = training.losses
+        losses = [line["loss"] for line in self.folder.metrics("step")]
         tenth = max(1, len(losses) // 10)
         lock = statistics().lock
         return {
-            "steps": len(losses),
+            "steps": training.step,
             "saved_step": self._saved_step,
             "loss_first_tenth": sum(losses[:tenth]) / tenth if losses else None,
             "loss_last_tenth": sum(losses[-tenth:]) / tenth if losses else None,
@@ -347,7 +465,7 @@ class Run:
     def _plot(self) -> None:
         assert self.training
         plots.loss(self.folder)
-        plots.threads(self.folder, self.training.seconds)
+        plots.threads(self.folder, self._training_seconds())
         drafters = self.summary["evaluation"]["drafters"]
         plots.acceptance(self.folder, {name: d["acceptance_by_position_not_looping"] for name, d in drafters.items()})
 
@@ -389,16 +507,29 @@ def _number(value: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code."""
+    """Return the exit code; to be called in the main thread, which signals interrupt."""
+    with interruptible():
+        return _main(arguments)
+
+
+def _main(arguments: list[str]) -> int:
     run: Run | None = None
     try:
-        run = Run(prepare(*options(arguments)))
+        command = command_line(arguments)
+        if command.estimate_for is not None:
+            show_estimate(command.config, command.estimate_for)
+            return 0
+        if command.make_cache is not None:
+            make_cache(command.config, command.make_cache)
+            return 0
+        run = Run(prepare(command.config, command.run, command.start))
         try:
             failed = run.complete()
-        except KeyboardInterrupt:
+        except Interrupted as interrupt:
+            print("\nending; once more stops at once, without saving", file=sys.stderr, flush=True)
             run.end("interrupted")
-            print(f"\ninterrupted; all there is was saved to {run.folder.path}", file=sys.stderr)
-            return 130
+            print(f"interrupted; all there is was saved to {run.folder.path}, --resume goes on", file=sys.stderr)
+            return interrupt.code
         except Exception as error:
             run.summary["error"] = str(error)
             run.end("failed")
@@ -412,9 +543,9 @@ def main(arguments: list[str]) -> int:
     except WorkerError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before there was anything to save, or a second one
+    except Interrupted as interrupt:  # before there was anything to save
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        return interrupt.code
     finally:
         if run is not None and (left := run.left_behind()):
             print(f"left behind: {', '.join(left)}", file=sys.stderr, flush=True)

@@ -55,7 +55,7 @@ def progress(training: Training) -> str:
     threads = training.monitor.threads
     rate = sum(t.tokens_per_second for name, t in threads.items() if name.startswith("drafter"))
     return (
-        f"step {len(losses):4d} of {training.config.steps}  loss {loss}  {rate:6.0f} tok/s  "
+        f"step {training.step:4d} of {training.config.steps}  loss {loss}  {rate:6.0f} tok/s  "
         f"{training.waiting} batches of work waiting  {_compiled(training.monitor):4.1f} s compiling"
     )
 

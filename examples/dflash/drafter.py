@@ -12,8 +12,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from attention import Mask, attend
+from attention import FULL, SLIDING, Mask, Masks, attend, drafting_mask
 from backend import BACKEND
+from config import ConfigError
 from safecompile import thread_safe_compile
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
@@ -35,6 +36,11 @@ class DrafterShape:
         taps: number of target layers that features come from.
         rope_theta: base of the rotary embedding, the target's.
         rms_norm_eps: the target's.
+        layer_types: ``full_attention`` or ``sliding_attention`` for each layer; empty for full layers only.
+        sliding_window: ``W``, the tokens that a sliding layer looks back, itself included; None without such layers.
+
+    Raises:
+        ConfigError: if the sizes do not go together.
     """
 
     hidden_size: int
@@ -46,6 +52,32 @@ class DrafterShape:
     taps: int
     rope_theta: float
     rms_norm_eps: float
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", (FULL,) * self.layers)
+        if len(self.layer_types) != self.layers or not {FULL, SLIDING}.issuperset(self.layer_types):
+            raise ConfigError(
+                f"layer_types are {', '.join(self.layer_types)}: name {FULL} or {SLIDING} for each of {self.layers} draft layers"
+            )
+        if SLIDING in self.layer_types and (self.sliding_window is None or self.sliding_window < 1):
+            raise ConfigError(f"sliding_window is {self.sliding_window}, sliding layers need at least 1")
+        if SLIDING not in self.layer_types and self.sliding_window is not None:
+            raise ConfigError(f"sliding_window is {self.sliding_window}, but no layer in layer_types is {SLIDING}")
+        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ConfigError(
+                f"a drafter of {self.heads} heads and {self.kv_heads} key/value heads: the first must be a multiple of the second"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ConfigError(f"a drafter's head_dim is {self.head_dim}, the rotary embedding needs an even number")
+        if self.intermediate_size < 1:
+            raise ConfigError(f"a drafter's intermediate_size is {self.intermediate_size}, it must be at least 1")
+
+    def window(self, layer: int) -> int | None:
+        """Return how far a layer looks back; None for a full layer, which sees everything."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
@@ -132,7 +164,7 @@ class Drafter(nn.Module):
     """The trainable part of a DFlash drafter.
 
     Training calls the module: all blocks of a batch at once, compiled. Drafting calls `context` for the new features only,
-    keeps the result, and calls `blocks` with one block; nothing there is compiled, as its shapes change every cycle.
+    `keep`s the result, and calls `draft` for one block; nothing there is compiled, as its shapes change every cycle.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
@@ -162,28 +194,59 @@ class Drafter(nn.Module):
         by = rotation(positions, self.shape.head_dim, self.shape.rope_theta)
         return [layer.self_attn.keys_values(fused, by) for layer in self._layers()]
 
-    def blocks(self, embeddings: Tensor, positions: Tensor, context: list[KeysValues], mask: Mask | None) -> Tensor:
+    def blocks(self, embeddings: Tensor, positions: Tensor, context: list[KeysValues], masks: Masks) -> Tensor:
         """Return the normed output of block rows, ``[batch, rows, D]``, ready for the target's head.
 
         Args:
             embeddings: ``[batch, rows, D]``, the target's embeddings of the blocks' tokens.
             positions: int64 ``[batch, rows]``, absolute: ``anchor + k``.
             context: from `context`.
-            mask: from `attention.build_mask`, or None when all context and rows are visible.
+            masks: from `attention.build_masks`.
         """
         by = rotation(positions, self.shape.head_dim, self.shape.rope_theta)
         rows = embeddings
-        for layer, keys_values in zip(self._layers(), context, strict=True):
-            rows = layer(rows, keys_values, by, mask)
+        for layer, kind, keys_values in zip(self._layers(), self.shape.layer_types, context, strict=True):
+            rows = layer(rows, keys_values, by, masks[kind])
         normed: Tensor = self.norm(rows)
         return normed
 
+    def keep(self, old: list[KeysValues], new: list[KeysValues]) -> list[KeysValues]:
+        """Return kept context with the new entries after it, without what the window of a layer hides from all later blocks.
+
+        Args:
+            old: from the `keep` before, or empty.
+            new: from `context`.
+        """
+        kept = []
+        for layer, entries in enumerate(new):
+            joined = [torch.cat(pair, dim=2) for pair in zip(old[layer], entries, strict=True)] if old else entries
+            window = self.shape.window(layer)
+            # Slot 0 of a block looks back furthest, and sees itself.
+            first = 0 if window is None else max(0, joined[0].shape[2] - (window - 1))
+            kept.append((joined[0][:, :, first:], joined[1][:, :, first:]))
+        return kept
+
+    def draft(self, embeddings: Tensor, anchor: int, context: list[KeysValues]) -> Tensor:
+        """Return the normed output of one block, ``[1, B, D]``: what training gives for the block at that anchor.
+
+        Args:
+            embeddings: ``[1, B, D]``, of the anchor's token and of mask tokens.
+            anchor: its absolute position.
+            context: from `keep`; the last entry is that of the token before the anchor.
+        """
+        size, device = embeddings.shape[1], embeddings.device
+        masks = {
+            kind: drafting_mask(keys.shape[2], size, self.shape.window(layer), device)
+            for layer, (kind, (keys, _)) in enumerate(zip(self.shape.layer_types, context, strict=True))
+        }
+        return self.blocks(embeddings, torch.arange(anchor, anchor + size, device=device).unsqueeze(0), context, masks)
+
     @thread_safe_compile(backend=BACKEND, dynamic=False)
     def forward(
-        self, features: Tensor, embeddings: Tensor, context_positions: Tensor, block_positions: Tensor, mask: Mask
+        self, features: Tensor, embeddings: Tensor, context_positions: Tensor, block_positions: Tensor, masks: Masks
     ) -> Tensor:
         """Return the normed output of all blocks, ``[batch, N * B, D]``; arguments as in `context` and `blocks`."""
-        return self.blocks(embeddings, block_positions, self.context(features, context_positions), mask)
+        return self.blocks(embeddings, block_positions, self.context(features, context_positions), masks)
 
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]

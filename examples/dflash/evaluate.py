@@ -13,6 +13,7 @@ from torch import Tensor
 
 import data
 from config import Config
+from data import Source
 from speculative import Decoded, Proposer, acceptance_length, greedy, speculate
 from target import Target
 
@@ -94,7 +95,7 @@ def acceptance_by_position(accepted: list[list[int]], drafts: int) -> list[float
     return [sum(a >= slot for a in cycles) / len(cycles) if cycles else math.nan for slot in range(1, drafts + 1)]
 
 
-def references(config: Config, held_out: Tensor, target: Target) -> list[Reference]:
+def references(config: Config, held_out: Source, target: Target) -> list[Reference]:
     """Draw the prompts and decode them with the target alone.
 
     At most a quarter of the responses may loop, as far as there are others. Which prompts to take is found out with batches, whose
@@ -103,19 +104,29 @@ def references(config: Config, held_out: Tensor, target: Target) -> list[Referen
     wanted = config.eval_prompts
     straight: list[Tensor] = []
     looping: list[Tensor] = []
-    for batch in range(_MOST_BATCHES):
+    # Text has as many windows as one wants; a conversation is taken once.
+    batches = _MOST_BATCHES if isinstance(held_out, Tensor) else min(_MOST_BATCHES, len(held_out.samples) // wanted)
+    for batch in range(batches):
         if len(straight) >= wanted - wanted // 4 and len(straight) + len(looping) >= wanted:
             break
-        prompts = torch.stack(
-            [
-                data.window(held_out, config.eval_prompt_length, data.generator(config.seed, "evaluation", batch, i))
-                for i in range(wanted)
-            ]
-        ).to(target.device)
+        prompts = data.draw_prompts(
+            held_out,
+            config.eval_prompt_length,
+            [data.generator(config.seed, "evaluation", batch, i) for i in range(wanted)],
+            batch * wanted,
+            config.seed,
+        )
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(target.device)
         greedily = torch.zeros(wanted, device=target.device)
-        responses = target.respond(prompts, greedily, greedily.unsqueeze(1).repeat(1, config.eval_new_tokens))
-        for prompt, response in zip(prompts, responses[:, config.eval_prompt_length :].tolist(), strict=True):
-            (looping if Reference(prompt, response).loops else straight).append(prompt)
+        steps = padded.shape[1] - int(lengths.min()) + config.eval_new_tokens
+        responses = target.respond(
+            padded, greedily, greedily.unsqueeze(1).repeat(1, steps), lengths=lengths.to(target.device)
+        ).tolist()
+        for prompt, tokens in zip(prompts, responses, strict=True):
+            response = tokens[len(prompt) :][: config.eval_new_tokens]
+            kind = looping if Reference(prompt, response).loops else straight
+            kind.append(prompt.to(target.device))
     taken_loops = min(len(looping), max(wanted // 4, wanted - len(straight)))
     chosen = straight[: wanted - taken_loops] + looping[:taken_loops]
     return [Reference(prompt, greedy(target, prompt, config.eval_new_tokens)) for prompt in chosen]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from backend import BACKEND
+from safecompile import thread_safe_compile
 
 OptimizerName = Literal["adamw", "muon"]
 
@@ -65,6 +69,76 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+class CompiledAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` whose step is one compiled function, which scales the gradients on the way.
+
+    Clipping and stepping the 1.05 billion float32 weights of an 8B drafter took 8.3 ms on an H200, and 12.2 ms with torch's
+    fused step after its clipping (torch 2.11).
+
+    Args:
+        parameters: all with gradients at every step, on one device.
+        lr, weight_decay: as in `torch.optim.AdamW`.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, capturable=True)
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, factor: Tensor) -> None:  # type: ignore[override]  # no use for a closure here
+        """Make one step with the gradients times ``factor``, a scalar tensor."""
+        for group in self.param_groups:
+            parameters = group["params"]
+            states = [self.state[p] for p in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                if not state:
+                    state["step"] = torch.zeros((), device=parameter.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            _adamw(
+                parameters,
+                [p.grad for p in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["step"] for state in states],
+                factor,
+                torch.full((), group["lr"], device=factor.device),  # a number would be compiled in
+                group["betas"],
+                group["weight_decay"],
+                group["eps"],
+            )
+
+
+@thread_safe_compile(backend=BACKEND, dynamic=False)
+def _adamw(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    factor: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    adamw(
+        parameters,
+        [gradient * factor for gradient in gradients],
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        foreach=True,
+        capturable=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+
+
 class Optimizers:
     """Step several optimizers as one, with one schedule and gradient clipping.
 
@@ -82,6 +156,7 @@ class Optimizers:
         def factor(step: int) -> float:
             return schedule(step, steps=steps, warmup_steps=warmup_steps)
 
+        self._factor = factor
         self._schedulers = [torch.optim.lr_scheduler.LambdaLR(o, factor) for o in self._optimizers]
 
     @property
@@ -89,14 +164,46 @@ class Optimizers:
         """All parameters that are stepped."""
         return [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
 
-    def step(self) -> float:
-        """Clip, step, move the schedule on, drop the gradients; return the gradient's norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self.parameters, self._clip)
+    def step(self) -> Tensor:
+        """Clip, step, move the schedule on, drop the gradients; return the gradient's norm before clipping, a scalar tensor.
+
+        Nothing waits for the device here.
+        """
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
-            optimizer.step()
+            if isinstance(optimizer, CompiledAdamW):
+                optimizer.step(factor=(self._clip / (norm + 1e-6)).clamp(max=1.0))
+            else:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
+                optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the optimizers have gathered, by names of the form ``optimizer.parameter.what``, the first two being numbers.
+
+        These are the tensors themselves: the next step changes them.
+        """
+        return {
+            f"{number}.{parameter}.{what}": value
+            for number, optimizer in enumerate(self._optimizers)
+            for parameter, gathered in optimizer.state_dict()["state"].items()
+            for what, value in gathered.items()
+        }
+
+    def restore(self, state: Mapping[str, Tensor], step: int) -> None:
+        """Go on from a copy of a `state`, and from the schedule's place after ``step`` steps."""
+        gathered: list[dict[int, dict[str, Tensor]]] = [{} for _ in self._optimizers]
+        for name, value in state.items():
+            number, parameter, what = name.split(".")
+            gathered[int(number)].setdefault(int(parameter), {})[what] = value.clone()
+        for optimizer, scheduler, own in zip(self._optimizers, self._schedulers, gathered, strict=True):
+            optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
+            scheduler.last_epoch = step
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self._factor(step)
 
 
 def schedule(step: int, *, steps: int, warmup_steps: int) -> float:
@@ -123,8 +230,10 @@ def build(
     the rest to AdamW at ``lr``; on models as small as the demo's it learns much faster.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    # Compiling it takes longer on a CPU than a short run saves.
+    adamw_class = CompiledAdamW if all(p.is_cuda for p in trainable) else torch.optim.AdamW
     if name == "adamw":
-        optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)]
+        optimizers: list[torch.optim.Optimizer] = [adamw_class(trainable, lr=lr, weight_decay=0.0)]
     else:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         matrices = [p for p in trainable if p.ndim == 2 and id(p) not in embeddings]
@@ -132,5 +241,5 @@ def build(
         others = [p for p in trainable if id(p) not in chosen]
         optimizers = [Muon(matrices, lr=muon_lr)]
         if others:
-            optimizers.append(torch.optim.AdamW(others, lr=lr, weight_decay=0.0))
+            optimizers.append(adamw_class(others, lr=lr, weight_decay=0.0))
     return Optimizers(optimizers, steps=steps, warmup_ratio=warmup_ratio, clip=clip)

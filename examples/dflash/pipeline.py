@@ -36,13 +36,17 @@ class OrderedQueue(Generic[T]):
 
     Items may come early, but none is taken in that is `depth` or more ahead of the next one to leave. As numbers are given
     out in order, the next one to leave always finds room, so the bound cannot lock anybody out.
+
+    Args:
+        depth: see above.
+        first: number of the item that leaves first.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, first: int = 0) -> None:
         self._depth = depth
         self._changed = threading.Condition()
         self._items: dict[int, T] = {}  # guarded by _changed, like the two below
-        self._next = 0
+        self._next = first
         self._stopped = False
 
     def __len__(self) -> int:
@@ -50,7 +54,7 @@ class OrderedQueue(Generic[T]):
         return len(self._items)
 
     def put(self, number: int, item: T) -> None:
-        """Put item ``number`` (from 0), waiting for room.
+        """Put item ``number``, waiting for room.
 
         Raises:
             Stopped: if the run is over.
@@ -90,10 +94,19 @@ class OrderedQueue(Generic[T]):
 
 
 class Meeting:
-    """A barrier for a fixed number of threads whose waits end with `Stopped` when the run is over."""
+    """A barrier for a fixed number of threads whose waits end with `Stopped` when the run is over.
+
+    All or none: where the last party has come before the stop, every wait of that meeting ends as if there had been no stop, however
+    late its thread wakes up. A `threading.Barrier` that is aborted then lets some threads pass and not others, which would
+    leave replicas of one model a step apart.
+    """
 
     def __init__(self, parties: int) -> None:
-        self._barrier = threading.Barrier(parties)
+        self._parties = parties
+        self._changed = threading.Condition()
+        self._here = 0  # guarded by _changed, like the two below
+        self._meetings = 0
+        self._stopped = False
 
     def wait(self) -> None:
         """Wait until all parties are here.
@@ -101,14 +114,25 @@ class Meeting:
         Raises:
             Stopped: if the run is over.
         """
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise Stopped from None
+        with self._changed:
+            if self._stopped:
+                raise Stopped
+            meeting = self._meetings
+            self._here += 1
+            if self._here == self._parties:
+                self._here = 0
+                self._meetings += 1
+                self._changed.notify_all()
+                return
+            self._changed.wait_for(lambda: self._stopped or self._meetings > meeting)
+            if self._meetings == meeting:
+                raise Stopped
 
     def stop(self) -> None:
-        """End every wait, now and later, with `Stopped`."""
-        self._barrier.abort()
+        """End every wait, now and later, with `Stopped`, except for those of a meeting that all have come to."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
 
 class Tickets(Generic[T]):

@@ -22,6 +22,7 @@ from monitor import COMPILES, WAITS_TO_COMPILE
 _COLORS = {
     "starts": "0.9",
     "answers": "tab:blue",
+    "reads": "tab:cyan",
     "trains": "tab:green",
     COMPILES: "tab:red",
     WAITS_TO_COMPILE: "tab:orange",

@@ -6,12 +6,14 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoints import NOT_IN_CONTRACT, by_step
 from config import Config, ConfigError
 
 OPTIONS = "options.json"
@@ -19,6 +21,10 @@ METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.json"
 SUMMARY = "summary.json"
 DRAFTER = "drafter"
+CHECKPOINTS = "checkpoints"
+
+Start = Literal["fresh", "resume", "restart"]
+"""How a run begins: ``fresh`` where nothing is that could go on, ``resume`` from what is there, ``restart`` in its place."""
 
 
 class RunFolder:
@@ -27,28 +33,40 @@ class RunFolder:
     The same configuration may be run again: each file stays until the new run replaces it as a whole.
     """
 
-    def __init__(self, path: Path, config: Config) -> None:
-        """Take the folder, made if it is missing, without changing what is in it.
+    def __init__(self, path: Path, config: Config, start: Start = "fresh") -> None:
+        """Take the folder, made if it is missing, without changing what is in it but the options that a resume may change.
 
         Raises:
-            ConfigError: if it holds a run of another configuration, or anything else, or cannot be written.
+            ConfigError: if it holds a run of another configuration, or anything else, or cannot be written; if there are
+                checkpoints that a fresh start would replace; if there is nothing to resume.
         """
         self.path = path
         self._config = config
         self._lock = threading.Lock()
         options = path / OPTIONS
+        may_change = NOT_IN_CONTRACT if start == "resume" else frozenset()
         try:
+            if start == "resume" and not options.exists():
+                raise ConfigError(
+                    f"run folder {path} holds no run to resume: name its folder with --run, or leave out --resume"
+                )
             path.mkdir(parents=True, exist_ok=True)
             if options.exists():
                 before = json.loads(options.read_text())
                 now = json.loads(json.dumps(config.as_json()))
-                if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+                names = (before.keys() | now.keys()) - may_change
+                if changed := sorted(name for name in names if before.get(name) != now.get(name)):
                     raise ConfigError(
                         f"run folder {path} holds a run with another configuration ({', '.join(changed)} differ): "
                         "name another folder with --run, or delete this one"
                     )
             elif any(not _is_leftover(entry) for entry in path.iterdir()):
                 raise ConfigError(f"run folder {path} is not empty and holds no run: name another folder with --run")
+            if start == "fresh" and (saved := by_step(path / CHECKPOINTS)):
+                raise ConfigError(
+                    f"run folder {path} holds a run that was saved at step {saved[-1][0]}: "
+                    "go on from there with --resume, or begin again with --restart, which deletes its checkpoints"
+                )
             self.write_json(OPTIONS, config.as_json())
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
@@ -59,6 +77,27 @@ class RunFolder:
         """Start the metrics anew."""
         (self.path / METRICS).write_text("")
 
+    def resume(self, step: int, seconds: float) -> None:
+        """Keep the metrics of ``step`` steps and ``seconds`` of training; lines after them are of work that was not saved."""
+
+        def saved(line: dict[str, Any]) -> bool:
+            if line["kind"] == "step":
+                return bool(line["step"] < step)
+            return bool(line["kind"] != "thread" or line["seconds"] <= seconds)
+
+        new = _beside(self.path / METRICS)
+        new.write_text("".join(json.dumps(line) + "\n" for line in filter(saved, self._lines())))
+        new.replace(self.path / METRICS)
+        self.metric("resume", step=step)
+        last = {line["thread"]: line["state"] for line in self.metrics("thread")}
+        for thread in (name for name, state in last.items() if state != "done"):
+            self.metric("thread", seconds=seconds, thread=thread, state="done")  # there may be fewer threads now
+
+    def sync_metrics(self) -> None:
+        """Wait until all metrics are on the disk."""
+        with (self.path / METRICS).open("a") as file:
+            os.fsync(file.fileno())
+
     def metric(self, kind: str, **values: Any) -> None:
         """Append a line to the metrics; any thread may."""
         line = json.dumps({"kind": kind, **values}) + "\n"
@@ -67,8 +106,16 @@ class RunFolder:
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Return the metrics of one kind."""
-        lines = (self.path / METRICS).read_text().splitlines()
-        return [values for values in map(json.loads, lines) if values.pop("kind") == kind]
+        return [values for values in self._lines() if values.pop("kind") == kind]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """Return all metrics, without a line that was cut off when a process was killed."""
+        found = []
+        metrics = self.path / METRICS
+        for line in metrics.read_text().splitlines() if metrics.exists() else ():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
     def write_json(self, name: str, content: Any) -> None:
         """Write or replace a JSON file as a whole."""

@@ -1,4 +1,9 @@
-"""Greedy speculative decoding, and the acceptance length it is judged by."""
+"""Speculative decoding, greedy or sampled, and the acceptance length it is judged by.
+
+A draft is accepted if it is the token that the target chooses there: its likeliest, or the one that it samples. Every token of a
+response is so the target's own choice, and its distribution the target's. As a drafter here drafts one token a slot, and not a
+distribution, this accepts as often as rejection sampling would (Leviathan et al. 2023, section 2.3, with all of ``q`` on one token).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drafter import Drafter, KeysValues
-from target import Target
+from target import Target, choose
 
 
 class Proposer(Protocol):
@@ -65,28 +70,52 @@ class DFlashProposer:
         self.passes = 0
         self._vocabulary = target.vocabulary(target.device)
         self._block = torch.full((1, block_size), target.language.mask_id, device=target.device)
-        self._slots = torch.arange(block_size, device=target.device).unsqueeze(0)
         self._context: list[KeysValues] = []
 
     @torch.no_grad()
     def propose(self, known: list[int], features: Tensor) -> Tensor:
-        """See `Proposer`. Keys and values of the block are not kept: all that is kept lies before the next block, and is visible.
+        """See `Proposer`. Keys and values of the block are not kept: all that is kept lies before the next block.
 
         The block is the anchor and mask tokens at absolute positions; slot ``k``'s output predicts the token at its own position
         (paper, section 4.2).
         """
         self.passes += 1
         start = len(known) - 1
+        # A target in bfloat16 may have a drafter in float32: what goes from one to the other changes its precision.
+        dtype = self._drafter.norm.weight.dtype
         new = self._drafter.context(
-            features, torch.arange(start - features.shape[1], start, device=features.device).unsqueeze(0)
+            features.to(dtype), torch.arange(start - features.shape[1], start, device=features.device).unsqueeze(0)
         )
-        self._context = (
-            [_append(old, more) for old, more in zip(self._context, new, strict=True)] if self._context else new
-        )
+        self._context = self._drafter.keep(self._context, new)
         self._block[0, 0] = known[-1]
-        embeddings = torch.nn.functional.embedding(self._block, self._vocabulary.embedding)
-        normed = self._drafter.blocks(embeddings, self._slots + start, self._context, None)
-        return self._target.logits(normed[0, 1:]).argmax(-1)
+        embeddings = torch.nn.functional.embedding(self._block, self._vocabulary.embedding).to(dtype)
+        normed = self._drafter.draft(embeddings, start, self._context)
+        return self._target.logits(normed[0, 1:].to(self._vocabulary.head.dtype)).argmax(-1)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target chooses its tokens.
+
+    Attributes:
+        temperature: 0 for the likeliest token; otherwise tokens are drawn from ``softmax(logits / temperature)``.
+        noise: float32 ``[new tokens]``, uniform in [0, 1), on the target's device: what each place of the response is drawn with,
+            in whichever pass. The same noise gives the same response, with drafts and without.
+    """
+
+    temperature: float
+    noise: Tensor
+
+    def choose(self, logits: Tensor, place: int) -> Tensor:
+        """Return the tokens, int64 ``[rows]``, that logits ``[rows, V]`` give for places ``place``, ``place + 1``, ... of the response."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        # A block may reach past the end of the response; what is chosen there is dropped.
+        places = torch.arange(place, place + len(logits), device=logits.device).clamp(max=len(self.noise) - 1)
+        return choose(logits, self.noise.new_full((len(logits),), self.temperature), self.noise[places])
+
+
+GREEDY = Sampling(0.0, torch.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -113,22 +142,29 @@ def acceptance_length(accepted: list[int]) -> float:
     return sum(a + 1 for a in accepted) / len(accepted)
 
 
-@torch.no_grad()
 def greedy(target: Target, prompt: Tensor, new_tokens: int) -> list[int]:
+    """Return the target's likeliest continuation, as `decode` does."""
+    return decode(target, prompt, new_tokens)
+
+
+@torch.no_grad()
+def decode(target: Target, prompt: Tensor, new_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
     """Return the target's own continuation of ``prompt`` (int64 ``[P]``), one token a pass, up to the end of text."""
     cache = target.new_cache()
     step = prompt.unsqueeze(0)
     tokens: list[int] = []
     while len(tokens) < new_tokens and not _ended(target, tokens):
-        step = target.logits(target.forward(step, cache).normed[:, -1:]).argmax(-1)
+        step = sampling.choose(target.logits(target.forward(step, cache).normed[:, -1]), len(tokens)).unsqueeze(0)
         tokens.append(int(step))
     return tokens
 
 
 @torch.no_grad()
-def speculate(target: Target, proposer: Proposer, prompt: Tensor, new_tokens: int) -> Decoded:
-    """Decode like `greedy`, with drafts: the tokens are the same wherever a pass over one token and one over a block give the
-    same argmax, as they do in float32 but for exact near-ties.
+def speculate(
+    target: Target, proposer: Proposer, prompt: Tensor, new_tokens: int, sampling: Sampling = GREEDY
+) -> Decoded:
+    """Decode like `decode`, with drafts: the tokens are the same wherever a pass over one token and one over a block give the
+    same choice, as they do in float32 but for exact near-ties.
 
     Each cycle drafts a block after the anchor, lets the target read anchor and drafts in one pass, and accepts the drafts up
     to the first that the target would not have chosen itself; the target's choice there is the next anchor.
@@ -139,19 +175,20 @@ def speculate(target: Target, proposer: Proposer, prompt: Tensor, new_tokens: in
         proposer: a fresh one for each request.
         prompt: int64 ``[P]``.
         new_tokens: length of the response, unless the end of text comes first.
+        sampling: how the target chooses.
     """
     target_passes, draft_passes = target.passes, proposer.passes
     cache = target.new_cache()
     known = prompt.tolist()
     features = target.forward(prompt.unsqueeze(0), cache)
     tapped = features.tapped
-    tokens = [int(target.logits(features.normed[0, -1]).argmax())]
+    tokens = [int(sampling.choose(target.logits(features.normed[0, -1:]), 0))]
     accepted: list[int] = []
     while len(tokens) < new_tokens and not _ended(target, tokens):
         drafts = proposer.propose(known + tokens, tapped)
         block = torch.cat((drafts.new_tensor(tokens[-1:]), drafts))
         features = target.forward(block.unsqueeze(0), cache)
-        chosen = target.logits(features.normed[0]).argmax(-1)
+        chosen = sampling.choose(target.logits(features.normed[0]), len(tokens))
         agreed = int((drafts == chosen[:-1]).cumprod(0).sum())
         fresh = [*drafts[:agreed].tolist(), int(chosen[agreed])]
         end = next((i for i, token in enumerate(fresh) if token in target.language.eos_ids), len(fresh))
@@ -164,9 +201,23 @@ def speculate(target: Target, proposer: Proposer, prompt: Tensor, new_tokens: in
     return Decoded(tokens[:new_tokens], accepted, target.passes - target_passes, proposer.passes - draft_passes)
 
 
+@torch.no_grad()
+def regret(target: Target, prompt: Tensor, tokens: list[int]) -> float:
+    """Return how far below the largest logit a token of a greedy response was at most, by one pass over all of it.
+
+    It is 0 but for rounding: in bfloat16 a pass over one token, over a block and over a text may disagree about near-ties, so
+    that equality with plain decoding is too much to ask for there, and a small regret is not.
+
+    Args:
+        target: the target.
+        prompt: int64 ``[P]``.
+        tokens: the response, at least one token.
+    """
+    response = torch.tensor(tokens, device=prompt.device)
+    normed = target.forward(torch.cat((prompt, response[:-1])).unsqueeze(0)).normed[0, len(prompt) - 1 :]
+    logits = target.logits(normed).float()
+    return float((logits.amax(-1) - logits.gather(1, response.unsqueeze(1)).squeeze(1)).max())
+
+
 def _ended(target: Target, tokens: list[int]) -> bool:
     return bool(tokens) and tokens[-1] in target.language.eos_ids
-
-
-def _append(old: KeysValues, new: KeysValues) -> KeysValues:
-    return torch.cat((old[0], new[0]), dim=2), torch.cat((old[1], new[1]), dim=2)

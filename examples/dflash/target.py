@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,22 +82,31 @@ class Language:
         eos_ids: ids that end a text, in ascending order; there may be none.
         mask_id: the id whose embedding fills draft slots: one the text never has (paper, section 4.2).
         vocab_size: rows of the embedding.
+        tokenizer: the tokenizer of transformers, if there is one.
     """
 
     encode: Callable[[bytes], Tensor]
     eos_ids: tuple[int, ...]
     mask_id: int
     vocab_size: int
+    tokenizer: Any = None
+
+    def decode(self, tokens: Tensor) -> str:
+        """Return the text of ids ``[n]``, without those that have none, such as the end of text."""
+        if self.tokenizer is None:
+            return data.decode(tokens).decode(errors="replace")
+        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read the model's configuration alone, which is quick.
+    """Read the model's configuration alone, which is quick; of a model for more than text, the part for text.
 
     Raises:
         ConfigError: if there is none that transformers can read.
     """
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        return config.get_text_config(decoder=True)
     except Exception as error:  # whatever is wrong with the folder
         raise ConfigError(f"target is {folder}, and its configuration cannot be read: {error}") from error
 
@@ -139,15 +148,19 @@ def choose_taps(taps: tuple[int, ...] | None, shape: TargetShape) -> tuple[int, 
     return taps
 
 
-def language_of(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Language:
+def language_of(
+    folder: Path, config: PretrainedConfig, *, mask_id: int | None = None, trust_remote_code: bool = False
+) -> Language:
     """Return the language of the target in ``folder``: its tokenizer's, or bytes if it has no tokenizer.
 
-    With a tokenizer, the mask token is its own or the first id past the tokenizer, which embeddings padded to a round size have
-    room for (published drafters of Qwen3 do the same).
+    With a tokenizer, the mask token is ``mask_id``, or its own, or the first id past the tokenizer, which embeddings padded to a
+    round size have room for (published drafters of Qwen3 do the same).
 
     Raises:
         ConfigError: if there is no room for the mask token, or no tokenizer and too few ids for bytes.
     """
+    if mask_id is not None and mask_id >= config.vocab_size:
+        raise ConfigError(f"mask_token_id is {mask_id}, but the target's ids end at {config.vocab_size - 1}")
     eos = getattr(config, "eos_token_id", None)
     eos_ids = tuple(sorted(eos)) if isinstance(eos, list) else () if eos is None else (int(eos),)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
@@ -156,19 +169,20 @@ def language_of(folder: Path, config: PretrainedConfig, *, trust_remote_code: bo
                 f"target is {folder}: without a tokenizer a byte is a token, which takes {data.VOCAB_SIZE} ids, "
                 f"but the model has {config.vocab_size}"
             )
-        return Language(data.encode, eos_ids, data.MASK_ID, config.vocab_size)
+        return Language(data.encode, eos_ids, data.MASK_ID if mask_id is None else mask_id, config.vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
     def encode(text: bytes) -> Tensor:
         ids = tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
 
-    mask_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+    if mask_id is None:
+        mask_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
     if mask_id >= config.vocab_size:
         raise ConfigError(
             f"target is {folder}: all {config.vocab_size} ids are taken, there is none for the mask token"
         )
-    return Language(encode, eos_ids, mask_id, config.vocab_size)
+    return Language(encode, eos_ids, mask_id, config.vocab_size, tokenizer)
 
 
 def _nothing() -> None:
@@ -190,6 +204,7 @@ class Target:
         *,
         trust_remote_code: bool = False,
         language: Language | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Load the model from ``folder``, which must hold safetensors; nothing is downloaded.
 
@@ -199,6 +214,7 @@ class Target:
             device: where it runs.
             trust_remote_code: run Python files of that folder, if it has any.
             language: of a target loaded before from the same folder: a tokenizer need not be read again.
+            dtype: precision of weights and features.
 
         Raises:
             ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind.
@@ -214,7 +230,7 @@ class Target:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
-            dtype=torch.float32,
+            dtype=dtype,
         )
         self.model.to(device).eval().requires_grad_(False)
         self._decoder: nn.Module = self.model.get_decoder()
@@ -233,7 +249,8 @@ class Target:
         """Return the embedding and the head on ``device``, which the drafter shares (paper, section 4.2)."""
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
-        return Vocabulary(embedding.detach().to(device), head.detach().to(device))
+        copied = embedding.detach().to(device)
+        return Vocabulary(copied, copied if head is embedding else head.detach().to(device))
 
     # no_grad and not inference_mode: another thread saves these tensors for its backward, which inference tensors refuse.
     @torch.no_grad()
@@ -257,25 +274,42 @@ class Target:
 
     @torch.no_grad()
     def respond(
-        self, prompts: Tensor, temperatures: Tensor, noise: Tensor, check: Callable[[], None] = _nothing
+        self,
+        prompts: Tensor,
+        temperatures: Tensor,
+        noise: Tensor,
+        check: Callable[[], None] = _nothing,
+        *,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Continue each prompt with the target's own choice of tokens.
 
+        Prompts of several lengths go from the shortest one on together: a longer one takes its own next token instead of a choice,
+        so that no row needs padding before or inside what the target reads.
+
         Args:
-            prompts: int64 ``[batch, P]``.
+            prompts: int64 ``[batch, P]``, shorter ones filled up on the right with anything.
             temperatures: float32 ``[batch]``; 0 is greedy.
             noise: float32 ``[batch, R]``, uniform in [0, 1): the only randomness there is.
             check: called before each token; may raise to give up.
+            lengths: int64 ``[batch]``, of the prompts; all are ``P`` if None.
 
         Returns:
-            Prompts and responses, int64 ``[batch, P + R]``.
+            Prompts and responses, int64 ``[batch, shortest prompt + R]``.
         """
         cache = self.new_cache()
-        pieces, step = [prompts], prompts
-        for column in noise.unbind(1):
+        longest = prompts.shape[1]
+        shortest = longest if lengths is None else int(lengths.min())
+        step = prompts[:, :shortest]
+        pieces = [step]
+        # Columns of a matrix of another width have another stride, for which `choose` would be compiled again.
+        for position, column in enumerate(noise.T.contiguous(), shortest):
             check()
             logits = self.logits(self.forward(step, cache).normed[:, -1])
-            step = choose(logits, temperatures, column).unsqueeze(1)
+            chosen = choose(logits, temperatures, column)
+            if lengths is not None and position < longest:
+                chosen = torch.where(position < lengths, prompts[:, position], chosen)
+            step = chosen.unsqueeze(1)
             pieces.append(step)
         return torch.cat(pieces, dim=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ import attention
 import blocks
 import data
 import optimizer
+from cache import Cache
+from checkpoints import Snapshot
 from config import Config
+from data import Source
 from drafter import Drafter, DrafterShape
 from loss import chunked_loss
 from monitor import Monitor
-from pipeline import Crew, Meeting, OrderedQueue, Tickets
+from pipeline import Crew, Meeting, OrderedQueue, Stopped, Tickets
 from safecompile import statistics
 from target import Features, Target, TargetShape, Vocabulary
 
@@ -30,27 +34,37 @@ class Work:
 
     Attributes:
         tokens: int64 ``[sequences, S]``, a text's beginning and the target's answer.
-        loss_mask: bool ``[sequences, S]``, True on the answer up to the end of text.
+        loss_mask: bool ``[sequences, S]``, on the CPU, where anchors are drawn; True on the answer up to the end of text.
         features: of all tokens.
+        documents: int64 ``[sequences, S]`` on the CPU, which of several packed conversations a token is of, -1 on padding; None if each
+            sequence is one.
     """
 
     tokens: Tensor
     loss_mask: Tensor
     features: Features
+    documents: Tensor | None = None
 
 
 def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShape:
-    """Return the drafter that fits a target: its width and its heads, but fewer layers."""
+    """Return the drafter for a target: of its width, with fewer layers, and with its heads unless the configuration names others.
+
+    Raises:
+        ConfigError: if the sizes do not go together.
+    """
+    layer_types = tuple(config.layer_types or ())
     return DrafterShape(
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=_own(config.draft_intermediate_size, target.intermediate_size),
         layers=config.layers,
-        heads=target.heads,
-        kv_heads=target.kv_heads,
-        head_dim=target.head_dim,
+        heads=_own(config.draft_heads, target.heads),
+        kv_heads=_own(config.draft_kv_heads, target.kv_heads),
+        head_dim=_own(config.draft_head_dim, target.head_dim),
         taps=taps,
         rope_theta=target.rope_theta,
         rms_norm_eps=target.rms_norm_eps,
+        layer_types=layer_types,
+        sliding_window=config.sliding_window if attention.SLIDING in layer_types else None,
     )
 
 
@@ -63,7 +77,7 @@ def new_drafter(config: Config, target: TargetShape, taps: int, device: torch.de
 
 def make_work(
     config: Config,
-    text: Tensor,
+    source: Source,
     target: Target,
     item: int,
     replica: int,
@@ -71,25 +85,65 @@ def make_work(
 ) -> Work:
     """Make the work of one item and replica, which depends on nothing but the seed and these two numbers.
 
-    The answers are the target's own: a drafter learns what the target says, not what the text says (paper, A.1). Half of them
-    are greedy, half are sampled at ``config.temperature``. ``check`` is called before each token, and may raise to give up.
+    The answers are the target's own, unless ``config.answers`` is ``data``: a drafter learns what the target says, not what the
+    text says (paper, A.1). Half of them are greedy, half are sampled at ``config.temperature``. ``check`` is called before each
+    token, and may raise to give up.
     """
     rngs = [data.generator(config.seed, "sequence", item, replica, i) for i in range(config.sequences)]
-    prompts = torch.stack([data.window(text, config.prompt_length, rng) for rng in rngs])
-    noise = torch.stack([torch.rand(config.response_length, generator=rng) for rng in rngs])
-    temperatures = torch.arange(config.sequences).remainder(2) * config.temperature
+    first = (item * config.drafters + replica) * config.sequences
     device = target.device
-    tokens = target.respond(prompts.to(device), temperatures.to(device), noise.to(device), check)
-    ends = torch.isin(tokens, torch.tensor(target.language.eos_ids, dtype=tokens.dtype, device=device)).long()
-    ends[:, : config.prompt_length] = 0  # a beginning may hold several texts; the answer is over at its own end
-    ended = ends.cumsum(1) - ends
-    loss_mask = (torch.arange(config.length, device=device) >= config.prompt_length) & (ended == 0)
-    return Work(tokens, loss_mask, target.forward(tokens))
+    if config.answers == "data":
+        tokens, loss_mask, documents = data.draw_answered(
+            source, config.prompt_length, config.length, rngs, first, config.seed
+        )
+        tokens = tokens.to(device)
+        if documents is None:
+            return Work(tokens, loss_mask, target.forward(tokens))
+        return Work(tokens, loss_mask, packed_features(target, tokens, documents), documents)
+    prompts = data.draw_prompts(source, config.prompt_length, rngs, first, config.seed)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    noise = torch.stack([torch.rand(config.length - int(lengths.min()), generator=rng) for rng in rngs])
+    temperatures = torch.arange(config.sequences).remainder(2) * config.temperature
+    padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    lengths = lengths.to(device)
+    tokens = target.respond(padded.to(device), temperatures.to(device), noise.to(device), check, lengths=lengths)
+    answered = torch.arange(config.length, device=device) >= lengths.unsqueeze(1)
+    # A beginning may hold several texts; the answer is over at its own end.
+    ends = torch.isin(tokens, torch.tensor(target.language.eos_ids, dtype=tokens.dtype, device=device)) & answered
+    ended = ends.cumsum(1) - ends.long()
+    return Work(tokens, (answered & (ended == 0)).cpu(), target.forward(tokens))
+
+
+def packed_features(target: Target, tokens: Tensor, documents: Tensor) -> Features:
+    """Return the features that each of several packed documents has by itself, whatever kinds of layers the target has.
+
+    Args:
+        target: reads the documents of a sequence as a batch.
+        tokens: int64 ``[sequences, S]``.
+        documents: int64 ``[sequences, S]`` on the CPU, see `Work`; padding gets zeros.
+    """
+    rows = []
+    for sequence, numbers in zip(tokens, documents, strict=True):
+        _, counts = numbers[numbers >= 0].unique_consecutive(return_counts=True)
+        sizes = counts.tolist()
+        padding = tokens.shape[1] - sum(sizes)
+        apart = sequence[: sum(sizes)].split(sizes)
+        batch = target.forward(nn.utils.rnn.pad_sequence(list(apart), batch_first=True))
+        rows.append(
+            [
+                nn.functional.pad(
+                    torch.cat([one[:size] for one, size in zip(part, sizes, strict=True)]), (0, 0, 0, padding)
+                )
+                for part in batch
+            ]
+        )
+    tapped, normed = (torch.stack(part) for part in zip(*rows, strict=True))
+    return Features(tapped, normed)
 
 
 def produce(
     config: Config,
-    text: Tensor,
+    source: Source,
     target: Target,
     tickets: Tickets[tuple[int, int]],
     queues: list[OrderedQueue[Work]],
@@ -100,10 +154,60 @@ def produce(
         torch.cuda.set_device(target.device)
     for item, replica in tickets:
         monitor.now("answers")
-        work = make_work(config, text, target, item, replica, queues[replica].check)
+        work = make_work(config, source, target, item, replica, queues[replica].check)
         monitor.now("waits for room")
         queues[replica].put(item, work)
         monitor.count(work.tokens.numel())
+
+
+def read(config: Config, cache: Cache, replica: int, items: range, queue: OrderedQueue[Work], monitor: Monitor) -> None:
+    """Be a reader thread, in place of target threads: hand one replica the work that is stored."""
+    for item in items:
+        monitor.now("reads")
+        work = Work(*cache.read(item * config.drafters + replica))
+        monitor.now("waits for room")
+        queue.put(item, work)
+        monitor.count(work.tokens.numel())
+
+
+def fill(
+    config: Config, source: Source, targets: list[Target], cache: Cache, tick: Callable[[], None] = lambda: None
+) -> None:
+    """Let target threads make all work that a cache lacks.
+
+    Args:
+        config: validated options.
+        source: what sequences are drawn from.
+        targets: one for each thread.
+        cache: from `cache.begin`.
+        tick: called about ten times a second in this thread.
+
+    Raises:
+        WorkerError: if a thread failed.
+    """
+    over = threading.Event()
+    tickets = Tickets(cache.missing())
+
+    def check() -> None:
+        if over.is_set():
+            raise Stopped
+
+    def make(target: Target) -> None:
+        if target.device.type == "cuda":
+            torch.cuda.set_device(target.device)
+        for number in tickets:
+            check()
+            work = make_work(config, source, target, *divmod(number, config.drafters), check)
+            cache.write(number, work.tokens, work.loss_mask, work.features, work.documents)
+
+    crew = Crew([over.set])
+    try:
+        for index, target in enumerate(targets):
+            crew.start(f"target-{index}", partial(make, target))
+        crew.wait(tick)
+    finally:
+        crew.end()
+    crew.check()
 
 
 class GradientExchange:
@@ -142,14 +246,20 @@ class Replica:
 
     Weights and optimizer are in float32 whatever the forward pass computes in: in bfloat16 the steps of a norm's weights are
     below half a unit in the last place, and are lost.
+
+    Attributes:
+        step: whole steps behind the weights, those before a resume among them.
+        losses: of the steps since the start or the resume.
     """
 
     def __init__(self, config: Config, index: int, drafter: Drafter, vocabulary: Vocabulary, mask_id: int) -> None:
         self.config = config
         self.index = index
         self.drafter = drafter
+        self.step = 0
         self.losses: list[float] = []
         self.waiting_seconds = 0.0
+        self._within_update = False
         self._mask_id = mask_id
         self._vocabulary = vocabulary
         self._device = vocabulary.head.device
@@ -163,7 +273,7 @@ class Replica:
             clip=config.clip,
         )
         self._context_positions = torch.arange(config.length, device=self._device).unsqueeze(0)
-        self._weights = blocks.slot_weights(config.block_size, config.gamma).repeat(config.anchors).to(self._device)
+        self._weights = blocks.slot_weights(config.block_size, config.gamma)[1:].repeat(config.anchors).to(self._device)
         # A tensor, so that a schedule of it makes no new compiles.
         self._kl_weight = torch.tensor(config.kl_weight, device=self._device)
 
@@ -177,80 +287,150 @@ class Replica:
         """Be a drafter thread: take work in order, train on it step by step together with the other replicas."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        steps = iter(range(self.config.steps))
-        while following := list(itertools.islice(steps, self.config.uses)):
+        while self.step < self.config.steps:
             monitor.now("waits for work")
             asked = time.monotonic()
             work = queue.get()
             self.waiting_seconds += time.monotonic() - asked
-            for step in following:
+            # After a resume, the first batch of work may have some of its steps behind it.
+            end = (self.step // self.config.uses + 1) * self.config.uses
+            for step in range(self.step, min(end, self.config.steps)):
                 monitor.now("trains")
-                loss = self.loss(work, step)
-                loss.backward()
+                loss = self.gradients(work, step)
                 monitor.now("waits for replicas")
-                exchange.average(self.index, self._optimizers.parameters)
-                monitor.now("trains")
-                self._optimizers.step()
-                self.losses.append(loss.item())
+                self._update(exchange, loss, monitor)
                 monitor.count(self.config.batch * self.config.length)
                 report(step, self.losses[-1])
+
+    def _update(self, exchange: GradientExchange, loss: Tensor, monitor: Monitor) -> None:
+        # From before the meeting on: a replica that has passed it makes this step, however late its thread wakes up.
+        self._within_update = True
+        try:
+            exchange.average(self.index, self._optimizers.parameters)
+        except BaseException:
+            self._within_update = False  # no weight has changed
+            raise
+        monitor.now("trains")
+        self._optimizers.step()
+        value = loss.item()  # waits for the device: the update is complete
+        self.step += 1
+        self.losses.append(value)
+        self._within_update = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the weights are those after a whole step: not while an update is under way, or if one failed."""
+        return not self._within_update
+
+    def snapshot(self) -> Snapshot:
+        """Return the state after the last step, in tensors that the next one changes."""
+        return Snapshot(self.step, self.drafter.state_dict(), self._optimizers.state())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a copy of ``snapshot``."""
+        self.step = snapshot.step
+        self.drafter.load_state_dict(snapshot.weights)
+        self._optimizers.restore(snapshot.optimizer, snapshot.step)
+
+    def make_step(self, work: Work, step: int) -> Tensor:
+        """Make one step alone, without other replicas; return its loss, a scalar tensor. Nothing waits for the device."""
+        loss = self.gradients(work, step)
+        self._optimizers.step()
+        return loss
+
+    def gradients(self, work: Work, step: int) -> Tensor:
+        """Let the parameters have the gradients of one step; return its loss, a scalar tensor."""
+        loss = self.loss(work, step)
+        loss.backward()
+        return loss.detach()
 
     def loss(self, work: Work, step: int) -> Tensor:
         """Return the loss of one step: some of the work's sequences, with anchors drawn for this step alone.
 
         Anchors are drawn anew each time a sequence is used (paper, section 4.2 and A.1).
         """
-        config = self.config
+        config, shape = self.config, self.drafter.shape
         key = (config.seed, "step", step, self.index)
-        rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch].to(work.tokens.device)
-        tokens, loss_mask = work.tokens[rows].to(self._device), work.loss_mask[rows].to(self._device)
-        tapped, normed = (f[rows].to(self._device) for f in work.features)
-        anchors, keep = blocks.sample_anchors(
-            loss_mask, config.anchors, [data.generator(*key, i) for i in range(config.batch)]
-        )
+        rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch]
+        # All that is drawn is on the CPU, and goes to the device without waiting for what that does: asking would leave it idle.
+        loss_mask, documents = work.loss_mask[rows], None if work.documents is None else work.documents[rows]
+        rngs = [data.generator(*key, i) for i in range(config.batch)]
+        anchors, keep = map(self._sent, blocks.sample_anchors(loss_mask, config.anchors, rngs, documents))
+        loss_mask, documents = self._sent(loss_mask), None if documents is None else self._sent(documents)
+        rows = rows.to(work.tokens.device, non_blocking=True)
+        tokens, tapped, normed = (self._sent(x[rows]) for x in (work.tokens, *work.features))
         inputs = blocks.input_tokens(tokens, anchors, config.block_size, self._mask_id)
-        labels, counts = blocks.labels(tokens, loss_mask, anchors, keep, config.block_size)
+        labels, counts = blocks.labels(tokens, loss_mask, anchors, keep, config.block_size, documents)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=config.autocast):
             draft_normed = self.drafter(
                 tapped,
                 nn.functional.embedding(inputs, self._vocabulary.embedding),
                 self._context_positions,
                 blocks.positions(anchors, config.block_size),
-                attention.build_mask(anchors, keep, config.length, config.block_size),
+                attention.build_masks(
+                    shape.layer_types,
+                    shape.sliding_window,
+                    anchors,
+                    keep,
+                    config.length,
+                    config.block_size,
+                    documents,
+                ),
             )
+
+            def drafted(rows: Tensor) -> Tensor:
+                return blocks.drafted(rows, config.block_size)
+
             return chunked_loss(
-                draft_normed,
-                blocks.teacher_rows(normed, anchors, config.block_size),
+                drafted(draft_normed),
+                drafted(blocks.teacher_rows(normed, anchors, config.block_size)) if config.kl_weight else None,
                 self._weights,
-                counts,
+                drafted(counts),
                 self._vocabulary.head,
                 self._kl_weight,
-                labels,
+                drafted(labels),
                 chunk_rows=config.chunk_rows,
+                gradient=config.gradient,
             )
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
 
 
 class Training:
     """A training run: replicas, queues and threads.
 
     Attributes:
-        seconds: wall time of `run`.
         compiled: graphs that all threads together compiled in it.
 
     Args:
         config: validated options.
-        text: token ids int32 ``[n]`` to cut beginnings from.
+        source: what sequences are drawn from.
         targets: one for each target thread.
+        snapshot: to go on from; None for an untrained drafter.
+        cache: of the targets' work, which they then do not make: only the first of them is looked at.
     """
 
-    def __init__(self, config: Config, text: Tensor, targets: list[Target]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: Source,
+        targets: list[Target],
+        snapshot: Snapshot | None = None,
+        cache: Cache | None = None,
+    ) -> None:
         self.config = config
-        self.text = text
+        self.source = source
         self.targets = targets
-        self.queues: list[OrderedQueue[Work]] = [OrderedQueue(config.queue_depth) for _ in range(config.drafters)]
+        self.cache = cache
+        self._first_item = snapshot.step // config.uses if snapshot else 0
+        self.queues: list[OrderedQueue[Work]] = [
+            OrderedQueue(config.queue_depth, self._first_item) for _ in range(config.drafters)
+        ]
         self.monitor = Monitor()
-        self.seconds = 0.0
         self.compiled = 0
+        self._started: float | None = None
+        self._ended: float | None = None
         self.replicas = [
             Replica(
                 config,
@@ -261,11 +441,16 @@ class Training:
             )
             for index, device in enumerate(config.devices()[config.targets :])
         ]
+        if snapshot:
+            for replica in self.replicas:
+                replica.restore(snapshot)
         self._exchange = GradientExchange(config.drafters)
         self.crew = Crew([self._exchange.stop, *(queue.stop for queue in self.queues)])
 
     def run(self, report: Callable[[int, float], None], tick: Callable[[], None] = lambda: None) -> None:
         """Train ``config.drafters`` replicas on work from the targets, each in a thread of its own.
+
+        However it ends, replicas whose threads have ended are all at the end of the same step, unless an update failed.
 
         Args:
             report: called in the first replica's thread after each of its steps, with step and loss.
@@ -275,14 +460,21 @@ class Training:
             WorkerError: if a thread failed; all have been told to stop by then.
         """
         config = self.config
-        items = -(-config.steps // config.uses)
-        tickets = Tickets(itertools.product(range(items), range(config.drafters)))
-        started = time.monotonic()
+        if self.step == config.steps:
+            return
+        items = range(self._first_item, -(-config.steps // config.uses))
+        tickets = Tickets(itertools.product(items, range(config.drafters)))
+        self._started = time.monotonic()
         compiled = statistics().compiled
         try:  # around the starts, too: an interrupt between two of them has to end those that run
-            for index, target in enumerate(self.targets):
-                work = partial(produce, config, self.text, target, tickets, self.queues, self.monitor)
-                self._start(f"target-{index}", work)
+            if self.cache is None:
+                for index, target in enumerate(self.targets):
+                    work = partial(produce, config, self.source, target, tickets, self.queues, self.monitor)
+                    self._start(f"target-{index}", work)
+            else:
+                for index, queue in enumerate(self.queues):
+                    work = partial(read, config, self.cache, index, items, queue, self.monitor)
+                    self._start(f"reader-{index}", work)
             for replica in self.replicas:
                 tell = report if replica.index == 0 else _silent
                 work = partial(replica.run, self.queues[replica.index], self._exchange, tell, self.monitor)
@@ -290,9 +482,19 @@ class Training:
             self.crew.wait(tick)
         finally:
             self.crew.end()
-            self.seconds = time.monotonic() - started
+            self._ended = time.monotonic()
             self.compiled = statistics().compiled - compiled
         self.crew.check()
+
+    @property
+    def step(self) -> int:
+        """Steps that the first replica has behind it, those before a resume among them."""
+        return self.replicas[0].step
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of `run` so far."""
+        return 0.0 if self._started is None else (self._ended or time.monotonic()) - self._started
 
     @property
     def waiting(self) -> int:
@@ -306,18 +508,20 @@ class Training:
 
     @property
     def losses(self) -> list[float]:
-        """Mean loss of the replicas at each step that all have made."""
+        """Mean loss of the replicas at each step that all have made since the start or the resume."""
         return [sum(same) / len(same) for same in zip(*(r.losses for r in self.replicas), strict=False)]
 
     @property
     def tokens(self) -> int:
-        """Context tokens used so far, of all replicas."""
+        """Context tokens used since the start or the resume, of all replicas."""
         return sum(len(r.losses) for r in self.replicas) * self.config.batch * self.config.length
 
     def at_rest(self) -> Replica | None:
-        """Return a replica whose thread has ended, or not begun, so that its weights are those after a whole step."""
-        running = self.crew.running()
-        return next((r for r in self.replicas if f"drafter-{r.index}" not in running), None)
+        """Return a replica whose weights are those after a whole step, and stay so: to be called before or after `run` only.
+
+        Its thread may have been left behind, inside a compile or a pass, but cannot come to an update any more.
+        """
+        return next((r for r in self.replicas if r.whole), None)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -331,7 +535,7 @@ class Training:
         self.crew.start(name, run)
 
 
-def compiles_of_one_thread(config: Config, text: Tensor, target: Target) -> int:
+def compiles_of_one_thread(config: Config, source: Source, target: Target, cache: Cache | None = None) -> int:
     """Return how many graphs this thread alone compiles, from nothing, for two steps of all replicas, the shapes of a whole run.
 
     All compiled code of the process is thrown away first. One batch of work serves all replicas.
@@ -339,7 +543,7 @@ def compiles_of_one_thread(config: Config, text: Tensor, target: Target) -> int:
     torch.compiler.reset()
     before = statistics().compiled
     vocabulary = target.vocabulary(target.device)
-    work = make_work(config, text, target, 0, 0)
+    work = make_work(config, source, target, 0, 0) if cache is None else Work(*cache.read(0))
     for index in range(config.drafters):
         drafter = new_drafter(config, target.shape, len(target.taps), target.device)
         replica = Replica(config, index, drafter, vocabulary, target.language.mask_id)
@@ -353,6 +557,10 @@ def largest_difference(drafters: list[Drafter]) -> float:
     """Return the largest absolute difference between the first drafter's weights and any other's."""
     first, *others = ([p.cpu() for p in d.parameters()] for d in drafters)
     return max((float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True)), default=0.0)
+
+
+def _own(named: int | None, targets: int) -> int:
+    return targets if named is None else named
 
 
 def _silent(step: int, loss: float) -> None:

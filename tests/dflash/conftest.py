@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.models import tiny_model
 
@@ -13,11 +14,22 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "dflash"
 sys.path.insert(0, str(EXAMPLE))
 
 
-@pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an untrained target of 5 layers, width 32, over bytes."""
-    folder = tmp_path_factory.mktemp("target")
+@pytest.fixture(scope="module", autouse=True)
+def nothing_compiled() -> None:
+    """Forget what other files' tests compiled: functions of the example have a limit of graphs, and each file its own shapes."""
+    torch.compiler.reset()
+
+
+def write_tiny_target(folder: Path) -> None:
+    """Write an untrained target of 5 layers, width 32, over bytes."""
     tiny_model(
         "Qwen3", vocab_size=258, head_dim=8, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=0
     ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the target that `write_tiny_target` writes."""
+    folder = tmp_path_factory.mktemp("target")
+    write_tiny_target(folder)
     return folder

@@ -39,6 +39,13 @@ def test_unsupervised_tokens_and_padding_do_not_count() -> None:
     assert counts.tolist() == [[False, False, True, True, False, False, False, False]]
 
 
+def test_tokens_of_the_next_document_do_not_count() -> None:
+    documents = torch.tensor([[0] * 6 + [1] * 6])
+    anchors, keep = torch.tensor([[4, 6]]), torch.tensor([[True, True]])
+    _, counts = blocks.labels(TOKENS, ANSWER, anchors, keep, 4, documents)
+    assert counts.tolist() == [[False, True, False, False, False, True, True, True]]
+
+
 def test_the_teacher_is_the_hidden_state_before_the_label() -> None:
     hidden = torch.arange(12.0).view(1, 12, 1)
     rows = blocks.teacher_rows(hidden, torch.tensor([[4, 9]]), 3)
@@ -55,6 +62,12 @@ def test_anchors_are_different_sorted_and_have_a_next_token_to_predict(seed: int
     assert {first, second} <= {1, 4, 5}
 
 
+def test_the_last_token_of_a_document_is_no_anchor() -> None:
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    anchors, keep = blocks.sample_anchors(ANSWER, 12, generators(1), documents)
+    assert anchors[keep].tolist() == [5, 6, 7, 8, 9, 10]
+
+
 def test_missing_anchors_are_padding() -> None:
     anchors, keep = blocks.sample_anchors(torch.zeros(2, 8, dtype=torch.bool), 3, generators(2))
     assert anchors.shape == (2, 3)
@@ -68,3 +81,11 @@ def test_every_candidate_is_drawn_about_as_often() -> None:
         drawn[anchors] += 1
     assert drawn.nonzero().flatten().tolist() == list(range(4, 11))
     assert drawn[4:11].min() > 60  # 100 expected; four standard deviations are 37
+
+
+def test_what_is_drafted_is_all_but_the_first_slot_of_each_block() -> None:
+    anchors, keep = torch.tensor([[4, 10]]), torch.tensor([[True, True]])
+    labels, counts = blocks.labels(TOKENS, ANSWER, anchors, keep, 4)
+    assert blocks.drafted(counts, 4).tolist() == [[True, True, True, True, False, False]]
+    assert blocks.drafted(labels, 4).tolist() == [[105, 106, 107, 111, 111, 111]]
+    assert blocks.drafted(labels.unsqueeze(-1), 4).shape == (1, 6, 1)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from loss import chunked_loss
+from loss import GRADIENTS, Gradient, chunked_loss
 
 ROWS, WIDTH, VOCABULARY = 32, 8, 23
 
 
-def inputs() -> dict[str, Tensor]:
+def inputs() -> dict[str, Any]:
     rng = torch.Generator().manual_seed(0)
     return {
         "draft_normed": torch.randn(2, ROWS, WIDTH, generator=rng, requires_grad=True),
@@ -42,21 +44,34 @@ def plain(
     return (((1 - kl_weight) * ce + kl_weight * kl) * counted).sum() / counted.sum()
 
 
+@pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("chunk_rows", [8, 16, 32])
-def test_chunked_is_unchunked(chunk_rows: int) -> None:
+def test_chunked_is_unchunked(chunk_rows: int, gradient: Gradient) -> None:
     given = inputs()
     expected = plain(**given)
     (expected_gradient,) = torch.autograd.grad(expected, given["draft_normed"])
-    loss = chunked_loss(**given, chunk_rows=chunk_rows)
-    (gradient,) = torch.autograd.grad(loss, given["draft_normed"])
+    loss = chunked_loss(**given, chunk_rows=chunk_rows, gradient=gradient)
+    (found,) = torch.autograd.grad(loss, given["draft_normed"])
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradient, expected_gradient)
+    torch.testing.assert_close(found, expected_gradient)
 
 
-def test_nothing_flows_back_to_the_target_or_the_head() -> None:
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_without_a_teacher_it_is_the_cross_entropy_alone(gradient: Gradient) -> None:
+    given = inputs() | {"kl_weight": torch.tensor(0.0)}
+    expected = plain(**given)
+    (expected_gradient,) = torch.autograd.grad(expected, given["draft_normed"])
+    loss = chunked_loss(**(given | {"target_normed": None}), chunk_rows=16, gradient=gradient)
+    (found,) = torch.autograd.grad(loss, given["draft_normed"])
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, expected_gradient)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_nothing_flows_back_to_the_target_or_the_head(gradient: Gradient) -> None:
     given = inputs()
     given["target_normed"].requires_grad_()
-    chunked_loss(**given, chunk_rows=16).backward()
+    chunked_loss(**given, chunk_rows=16, gradient=gradient).backward()
     assert given["target_normed"].grad is None
     assert given["head"].grad is None
 

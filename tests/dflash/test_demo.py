@@ -36,8 +36,8 @@ OPTIONS = [
     "2",
     "--anchors",
     "4",
-    "--chunk-rows",
-    "8",
+    "--chunk-blocks",
+    "2",
     "--steps",
     "8",
     "--save-every",
@@ -68,7 +68,12 @@ def arguments(target: Path, text: Path, run: Path) -> list[str]:
         ("--nonsense 1", "--nonsense"),
         ("--steps many", "--steps"),
         ("--steps 0", "steps is 0"),
-        ("--preset largest", "--preset"),
+        ("--config largest", "none of the bundled ones (demo, "),
+        ("--optimizer sgd", "optimizer is 'sgd': use 'adamw' or 'muon'"),
+        ("--lr fast", "--lr: 'fast' is not a number"),
+        ("--mask-token-id 258", "mask_token_id is 258"),
+        ("--draft-heads 3", "3 heads and 2 key/value heads"),
+        ("--draft-head-dim 7", "needs an even number"),
         ("--device tpu", "'tpu' does not exist here"),
         ("--device cpu,cuda:99", "'cuda:99' does not exist here"),
         ("--text {empty}", "there is no text"),
@@ -78,7 +83,9 @@ def arguments(target: Path, text: Path, run: Path) -> list[str]:
         ("--taps paper --target {shallow}", "2 layers has no 5 layers to tap"),
         ("--target {empty}", "no config.json"),
         ("--run {other}", "another configuration"),
-        ("--chunk-rows 7", "chunk_rows"),
+        ("--chunk-blocks 7", "chunk_blocks"),
+        ("--resume", "holds no run to resume"),
+        ("--resume --restart", "not allowed with"),
     ],
 )
 def test_bad_input_is_one_clear_error_before_any_work(
@@ -111,14 +118,16 @@ def test_bad_input_is_one_clear_error_before_any_work(
 
 
 PROGRAM = """
-import collections, itertools, json, os, random, signal, sys, threading
+import itertools, json, os, random, signal, sys, threading
 from pathlib import Path
 
 example, run, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 sys.path.insert(0, example)
 import torch
 import demo, export, train
+from checkpoints import Checkpoints, by_step
 from run_folder import RunFolder
+from safetensors.torch import load_file
 from target import Target
 
 torch.compiler.reset = lambda: None  # compile once for all runs
@@ -128,21 +137,36 @@ def watched(original):
     def call(*args, **kwargs):
         name = threading.current_thread().name
         if next(count) == moment:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), end)
         if name == fault[0] and next(fault[1]) == 2:
             raise ArithmeticError("injected")
         return original(*args, **kwargs)
     return call
 
-def go():
+def steps_and_losses():
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines if line["kind"] == "step"]
+
+def resume(steps):
+    global moment
+    moment = None
+    (run / "drafter" / "model.safetensors").unlink()
+    code, summary = go("--resume")
+    assert code == 1 and summary["status"] == "complete" and summary["resumed"]["step"] == steps, summary
+    again = load_file(run / "drafter" / "model.safetensors")
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    assert steps_and_losses() == losses, steps_and_losses()
+    print("resumed at", steps, flush=True)
+
+def go(*how):
     global count
     count = itertools.count()
-    code = demo.main([*arguments, "--run", str(run)])
+    code = demo.main([*arguments, *how, "--run", str(run)])
     assert not [t for t in threading.enumerate() if t.name.startswith(("target-", "drafter-"))]
     return code, json.loads((run / "summary.json").read_text())
 
 fault = (None, None)
-for owner, name in ((Target, "forward"), (train.Replica, "loss"), (RunFolder, "metric"), (export, "save")):
+for owner, name in ((Target, "forward"), (train.Replica, "loss"), (RunFolder, "metric"), (Checkpoints, "save"), (export, "save")):
     setattr(owner, name, watched(getattr(owner, name)))
 
 code, summary = go()
@@ -151,26 +175,36 @@ assert summary["training"]["largest_difference_between_replicas"] == 0.0
 drafters = summary["evaluation"]["drafters"]
 assert all(d["identical"] == 2 for d in drafters.values()), drafters
 complete = (run / "drafter" / "model.safetensors").read_bytes()
+weights = load_file(run / "drafter" / "model.safetensors")
+losses = steps_and_losses()
+assert [step for step, _ in losses] == list(range(8)), losses
 total = next(count)
 
 rng = random.Random(0)
+resumed = set()
 moments = sorted(rng.sample(range(1, total * 9 // 10), 10))
 for moment in moments:
     (run / "drafter" / "model.safetensors").unlink()
-    code, summary = go()
-    assert code == 130 and summary["status"] == "interrupted", (moment, code, summary)
+    end = rng.choice([signal.SIGINT, signal.SIGTERM])
+    code, summary = go("--restart")
+    assert code == 128 + end and summary["status"] == "interrupted", (moment, code, summary)
     steps = summary.get("training", {}).get("steps", 0)
+    assert steps == max((step for step, _ in by_step(run / "checkpoints")), default=0), (moment, steps)
     saved = export.load(run / "drafter", torch.device("cpu")).step if (run / "drafter/model.safetensors").exists() else 0
     assert saved >= steps, (moment, saved, steps)
     print("interrupted at", moment, "of", total, "after", saved, "steps", flush=True)
     if not saved:
         (run / "drafter" / "model.safetensors").write_bytes(complete)
 
+    if 0 < steps not in resumed and len(resumed) < 3:
+        resumed.add(steps)
+        resume(steps)
+
 moment = None
 for worker in ("target-3", "drafter-1"):
     fault = (worker, itertools.count())
     (run / "drafter" / "model.safetensors").write_bytes(complete)
-    code, summary = go()
+    code, summary = go("--restart")
     assert code == 1 and summary["status"] == "failed", summary
     assert summary["error"] == f"thread '{worker}' failed: ArithmeticError: injected", summary
     assert (run / "drafter" / "model.safetensors").read_bytes() == complete  # newer than what this run had
@@ -187,27 +221,59 @@ def test_ctrl_c_at_ten_random_moments_and_faults_end_the_program_and_lose_nothin
     given = arguments(tiny_target, text, tmp_path)[:-2]
     result = run_forked(PROGRAM, [str(EXAMPLE), str(tmp_path / "run"), *given], timeout=300).check()
     assert result.stdout.count("interrupted at") == 10
+    assert result.stdout.count("resumed at") >= 3
     assert "failed in drafter-1" in result.stdout
     files = result.stdout.splitlines()[-1].split()[1:]
-    assert {"options.json", "metrics.jsonl", "summary.json", "evaluation.json", "drafter", "loss.png"} <= set(files)
+    assert {"options.json", "metrics.jsonl", "summary.json", "evaluation.json", "loss.png"} <= set(files)
+    assert {"drafter", "checkpoints"} <= set(files)
     assert "thread 'drafter-1' failed: ArithmeticError: injected" in result.stderr
 
 
-def test_the_process_ends_with_130_after_ctrl_c(tiny_target: Path, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_the_process_ends_with_the_code_of_the_signal(
+    tiny_target: Path, text: Path, tmp_path: Path, name: str, code: int
+) -> None:
     program = """
     import os, runpy, signal, sys
-    example = sys.argv.pop(1)
+    example, name = sys.argv.pop(1), sys.argv.pop(1)
     sys.path.insert(0, example)
     import run_folder
     write = run_folder.RunFolder.metric
     def metric(self, kind, **values):
         write(self, kind, **values)
         if kind == "stage":
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.Signals[name])
     run_folder.RunFolder.metric = metric
     runpy.run_path(os.path.join(example, "demo.py"), run_name="__main__")
     """
-    result = run_forked(program, [str(EXAMPLE), *arguments(tiny_target, text, tmp_path / "run")], timeout=120)
-    assert result.rc == 130, result.stderr
+    given = [str(EXAMPLE), name, *arguments(tiny_target, text, tmp_path / "run")]
+    result = run_forked(program, given, timeout=120)
+    assert result.rc == code, result.stderr
     assert "interrupted" in result.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_second_signal_ends_the_process_at_once(
+    tiny_target: Path, text: Path, tmp_path: Path, name: str, code: int
+) -> None:
+    program = """
+    import os, signal, sys
+    example, name = sys.argv.pop(1), sys.argv.pop(1)
+    sys.path.insert(0, example)
+    import demo
+    def interrupt(*ignored):
+        os.kill(os.getpid(), signal.SIGINT)
+    def interrupt_again(*ignored):
+        os.kill(os.getpid(), signal.Signals[name])
+        print("went on")
+    demo.Run.complete = interrupt
+    demo.Run.end = interrupt_again
+    demo.leave(demo.main(sys.argv[1:]))
+    """
+    given = [str(EXAMPLE), name, *arguments(tiny_target, text, tmp_path / "run")]
+    result = run_forked(program, given, timeout=120)
+    assert result.rc == code, result.stderr
+    assert "ending; once more stops at once" in result.stderr
+    assert result.stderr.endswith("stopped at once\n")
+    assert result.stdout == ""

@@ -40,6 +40,7 @@ def shown(training: Training, *, terminal: bool) -> str:
     out = io.StringIO()
     display = Display(training, Console(file=out, force_terminal=terminal, width=120))
     for step in range(45):
+        training.replicas[0].step = step + 1
         training.replicas[0].losses.append(3.0 - step / 100)
         display.tick(training.monitor.sample())
     display.stop()

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import attend, build_mask, dense_mask, mask_rule
+from attention import FULL, SLIDING, attend, block_mask, build_masks, dense_mask, drafting_mask
 
 CONTEXT, BLOCK = 12, 4
 ANCHORS = torch.tensor([[0, 3, 5, 11], [2, 4, 7, 0]])
 KEEP = torch.tensor([[True, True, True, True], [True, True, True, False]])
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 8, [5] * 3 + [2] * 2 + [7] * 7])
+
+every_rule = pytest.mark.parametrize(
+    ("window", "documents"),
+    list(itertools.product([None, 1, 3, 5, 100], [None, DOCUMENTS])),
+    ids=["alone", "packed"] * 5,
+)
 
 
-def brute_force(anchors: Tensor, keep: Tensor) -> Tensor:
-    batch, blocks = anchors.shape
+def brute_force(window: int | None, documents: Tensor | None) -> Tensor:
+    batch, blocks = ANCHORS.shape
     mask = torch.zeros(batch, 1, blocks * BLOCK, CONTEXT + blocks * BLOCK, dtype=torch.bool)
-    for b in range(batch):
-        for n in range(blocks):
-            for slot in range(BLOCK):
-                row = mask[b, 0, n * BLOCK + slot]
-                for position in range(CONTEXT):
-                    row[position] = bool(keep[b, n]) and position < int(anchors[b, n])
-                for other in range(blocks * BLOCK):
-                    row[CONTEXT + other] = bool(keep[b, n]) and other // BLOCK == n
+    for b, n, slot in itertools.product(range(batch), range(blocks), range(BLOCK)):
+        anchor = int(ANCHORS[b, n])
+        row = mask[b, 0, n * BLOCK + slot]
+        if not KEEP[b, n]:
+            continue
+        for position in range(anchor):
+            near = window is None or position >= anchor + slot - (window - 1)
+            row[position] = near and (documents is None or bool(documents[b, position] == documents[b, anchor]))
+        for other in range(BLOCK):
+            row[CONTEXT + n * BLOCK + other] = window is None or slot - (window - 1) <= other <= slot
     return mask
 
 
@@ -38,12 +47,59 @@ def qkv(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def test_the_dense_mask_is_the_definition() -> None:
-    assert torch.equal(dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK), brute_force(ANCHORS, KEEP))
+@every_rule
+def test_the_dense_mask_is_the_definition(window: int | None, documents: Tensor | None) -> None:
+    mask = dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK, window, documents)
+    assert torch.equal(mask, brute_force(window, documents))
 
 
-def test_the_cpu_gets_the_dense_mask() -> None:
-    assert isinstance(build_mask(ANCHORS, KEEP, CONTEXT, BLOCK), Tensor)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("documents", [None, torch.arange(300).view(1, -1) // 70], ids=["alone", "packed"])
+def test_the_block_mask_is_the_dense_one(window: int | None, documents: Tensor | None) -> None:
+    """In every tile that it leaves; and a tile that it leaves out, or calls full, is empty or full. There are 3 by 6 tiles."""
+    anchors = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:24].sort().values.view(1, -1)
+    keep = torch.arange(24).view(1, -1) < 20
+    tiled = block_mask(anchors, keep, 300, 16, window, documents)
+    dense = dense_mask(anchors, keep, 300, 16, window, documents)[0, 0]
+    query, key = torch.meshgrid(torch.arange(24 * 16), torch.arange(300 + 24 * 16), indexing="ij")
+    zero = torch.zeros((), dtype=torch.long)
+    assert torch.equal(tiled.mask_mod(zero, zero, query, key), dense)
+    padded = torch.nn.functional.pad(dense, (0, -dense.shape[1] % 128, 0, -dense.shape[0] % 128))
+    counts = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).sum(dim=(1, 3))
+    assert torch.equal(tiled.to_dense()[0, 0].bool(), counts > 0)
+    assert (counts == 0).any()
+    assert tiled.full_kv_num_blocks is not None
+    assert int(tiled.full_kv_num_blocks.sum()) == int((counts == 128 * 128).sum())
+
+
+def test_the_cpu_gets_a_dense_mask_for_each_kind_of_layer_there_is() -> None:
+    masks = build_masks((SLIDING, FULL, SLIDING), 3, ANCHORS, KEEP, CONTEXT, BLOCK, DOCUMENTS)
+    assert masks.keys() == {FULL, SLIDING}
+    for kind, window in ((FULL, None), (SLIDING, 3)):
+        mask = masks[kind]
+        assert isinstance(mask, Tensor)
+        assert torch.equal(mask, brute_force(window, DOCUMENTS))
+    assert build_masks((FULL,), None, ANCHORS, KEEP, CONTEXT, BLOCK).keys() == {FULL}
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 100])
+def test_a_drafted_block_sees_what_it_sees_in_training(window: int) -> None:
+    """With the context before its anchor kept, all of it or the nearest of it."""
+    trained = dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK, window)
+    for block, anchor in enumerate(ANCHORS[0].tolist()):
+        rows = trained[0, 0, block * BLOCK : (block + 1) * BLOCK]
+        own = rows[:, CONTEXT + block * BLOCK : CONTEXT + (block + 1) * BLOCK]
+        for kept in {anchor, min(anchor, window - 1)}:
+            mask = drafting_mask(kept, BLOCK, window, torch.device("cpu"))
+            assert mask is not None
+            assert torch.equal(mask[0, 0], torch.cat((rows[:, anchor - kept : anchor], own), dim=1))
+            assert not rows[:, : anchor - kept].any()
+
+
+def test_a_drafted_block_sees_everything_in_a_full_layer() -> None:
+    assert drafting_mask(7, BLOCK, None, torch.device("cpu")) is None
+    anchor = torch.tensor([[7]])
+    assert dense_mask(anchor, torch.ones_like(anchor, dtype=torch.bool), 7, BLOCK).all()
 
 
 def test_attention_under_the_mask_is_softmax_over_what_is_visible() -> None:
@@ -67,13 +123,35 @@ def test_rows_of_padding_are_zero_and_their_gradients_are_finite() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
-def test_the_block_mask_shows_the_same_as_the_dense_one() -> None:
+@every_rule
+def test_attention_is_the_same_under_both_forms_of_the_mask(window: int | None, documents: Tensor | None) -> None:
     query, key, value = qkv()
-    rows = query.shape[2]
-    block_mask = create_block_mask(
-        mask_rule(ANCHORS, KEEP, CONTEXT, BLOCK), 2, None, rows, CONTEXT + rows, device="cpu"
-    )
     with torch.no_grad():
-        flex = attend(query, key, value, block_mask)
-        dense = attend(query, key, value, dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK))
+        flex = attend(query, key, value, block_mask(ANCHORS, KEEP, CONTEXT, BLOCK, window, documents))
+        dense = attend(query, key, value, dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK, window, documents))
     torch.testing.assert_close(flex, dense)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: the block mask's tiles and backward exist there"
+)
+@every_rule
+def test_a_gpu_computes_the_same_under_both_forms_of_the_mask(window: int | None, documents: Tensor | None) -> None:
+    """Outputs and gradients, with flex_attention compiled, at sizes of several tiles."""
+    torch.compiler.reset()  # or one function is compiled for too many rules
+    generator = torch.Generator().manual_seed(0)
+    context, block, blocks, heads, width = 512, 16, 32, 4, 64
+    anchors = torch.randperm(context, generator=generator)[:blocks].sort().values.view(1, -1).cuda()
+    keep = torch.arange(blocks, device="cuda").view(1, -1) < blocks - 3
+    numbers = None if documents is None else (torch.arange(context, device="cuda").view(1, -1) // 100)
+    rows = blocks * block
+    shapes = ((1, heads, rows, width), (1, heads // 2, context + rows, width), (1, heads // 2, context + rows, width))
+    inputs = [torch.randn(shape, generator=generator).cuda() for shape in shapes]
+    results = []
+    for form, function in ((block_mask, torch.compile(attend)), (dense_mask, attend)):
+        query, key, value = (t.clone().requires_grad_() for t in inputs)
+        output = function(query, key, value, form(anchors, keep, context, block, window, numbers))
+        output.square().sum().backward()
+        results.append([output, query.grad, key.grad, value.grad])
+    for flex, dense in zip(*results, strict=True):
+        torch.testing.assert_close(flex, dense, rtol=2e-2, atol=2e-2)  # TF32 products in flex_attention's kernels

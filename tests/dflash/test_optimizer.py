@@ -25,6 +25,23 @@ def test_a_muon_step_has_singular_values_near_one(shape: tuple[int, int]) -> Non
     assert values.median() > 0.6
 
 
+def test_the_compiled_step_clips_and_steps_like_the_one_of_torch() -> None:
+    rng = torch.Generator().manual_seed(0)
+    gradients = [[torch.randn(8, 8, generator=rng), torch.randn(8, generator=rng)] for _ in range(12)]
+    results = []
+    for cls in (torch.optim.AdamW, optimizer.CompiledAdamW):
+        parameters = [nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))]
+        steps = optimizer.Optimizers(
+            [cls(parameters, lr=0.01, weight_decay=0.1)], steps=12, warmup_ratio=0.2, clip=float(gradients[0][0].norm())
+        )
+        for same in gradients:  # some are clipped, some are not
+            for parameter, gradient in zip(parameters, same, strict=True):
+                parameter.grad = gradient.clone()
+            steps.step()
+        results.append(parameters)
+    torch.testing.assert_close(results[1], results[0])
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_each_optimizer_lowers_a_loss(name: optimizer.OptimizerName) -> None:
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -59,6 +60,57 @@ def test_one_slot_for_each_of_three_consumers_in_step_is_enough() -> None:
         for queue in queues:
             crew.start("consumer", partial(consume, queue))
         crew.join()
+
+
+def test_items_start_at_the_number_that_leaves_first() -> None:
+    queue: OrderedQueue[str] = OrderedQueue(2, first=7)
+    queue.put(8, "early")
+    queue.put(7, "first")
+    assert [queue.get(), queue.get()] == ["first", "early"]
+
+
+def test_a_meeting_that_all_have_come_to_lets_all_pass_even_if_it_is_stopped_before_they_wake_up() -> None:
+    """Or one replica would make a step that another one does not."""
+    meeting = Meeting(3)
+    passed: list[int] = []
+
+    def come(index: int) -> None:
+        meeting.wait()
+        passed.append(index)
+        with pytest.raises(Stopped):
+            meeting.wait()
+
+    crew = Crew([])
+    for index in range(2):
+        crew.start(f"party-{index}", partial(come, index))
+    while meeting._here < 2:
+        time.sleep(1e-4)
+    with meeting._changed:  # nobody wakes up in here
+        meeting.wait()
+        meeting.stop()
+    crew.join()
+    assert sorted(passed) == [0, 1]
+
+
+def test_a_meeting_that_is_stopped_before_all_have_come_lets_nobody_pass() -> None:
+    meeting = Meeting(3)
+    ended: list[int] = []
+
+    def come(index: int) -> None:
+        with pytest.raises(Stopped):
+            meeting.wait()
+        ended.append(index)
+
+    crew = Crew([])
+    for index in range(2):
+        crew.start(f"party-{index}", partial(come, index))
+    while meeting._here < 2:
+        time.sleep(1e-4)
+    meeting.stop()
+    crew.join()
+    with pytest.raises(Stopped):
+        meeting.wait()
+    assert sorted(ended) == [0, 1]
 
 
 def waits() -> dict[str, Callable[[Callable[[Callable[[], None]], None]], None]]:

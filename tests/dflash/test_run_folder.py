@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+pytest.importorskip("transformers", reason="its version is in the checkpoints")
+
+from checkpoints import Checkpoints, Snapshot
 from config import Config, ConfigError
 from run_folder import RunFolder
 
@@ -24,6 +29,58 @@ def test_another_configuration_is_refused_and_nothing_changes(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"another configuration \(lr, steps differ\)"):
         RunFolder(tmp_path, replace(Config(), steps=1, lr=1.0))
     assert (tmp_path / "options.json").read_bytes() == before
+
+
+def test_a_resume_may_change_what_does_not_change_the_weights(tmp_path: Path) -> None:
+    RunFolder(tmp_path, Config())
+    RunFolder(tmp_path, replace(Config(), targets=1, save_every=7), "resume")
+    assert json.loads((tmp_path / "options.json").read_text())["save_every"] == 7
+    with pytest.raises(ConfigError, match=r"another configuration \(lr differ\)"):
+        RunFolder(tmp_path, replace(Config(), targets=2, lr=1.0), "resume")
+    with pytest.raises(ConfigError, match=r"another configuration \(save_every, targets differ\)"):
+        RunFolder(tmp_path, Config(), "restart")
+
+
+def test_a_run_that_was_saved_is_not_begun_again_unless_asked_for(tmp_path: Path) -> None:
+    RunFolder(tmp_path, Config())
+    checkpoints = Checkpoints(tmp_path / "checkpoints", Config(), torch.zeros(1))
+    checkpoints.save(Snapshot(45, {}, {}), 0.0)
+    with pytest.raises(
+        ConfigError, match=r"was saved at step 45: go on from there with --resume, or begin .* --restart"
+    ):
+        RunFolder(tmp_path, Config())
+    RunFolder(tmp_path, Config(), "resume")
+    RunFolder(tmp_path, Config(), "restart")
+    assert checkpoints.resumable() is not None  # not before the run begins
+    checkpoints.begin(None)
+    assert checkpoints.resumable() is None
+    RunFolder(tmp_path, Config())
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        RunFolder(tmp_path / "misspelt", Config(), "resume")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_keeps_the_metrics_of_what_was_saved(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, Config())
+    folder.begin()
+    folder.metric("stage", stage="load", seconds=99.0)
+    for step in range(6):
+        folder.metric("step", step=step, loss=1 / (step + 3))
+        folder.metric("thread", seconds=step / 2, thread="drafter-0", state="trains")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 6, "lo')  # killed here
+    folder.resume(4, 1.7)
+    assert folder.metrics("step") == [{"step": step, "loss": 1 / (step + 3)} for step in range(4)]
+    threads = [(line["seconds"], line["state"]) for line in folder.metrics("thread")]
+    assert threads == [(0.0, "trains"), (0.5, "trains"), (1.0, "trains"), (1.5, "trains"), (1.7, "done")]
+    assert folder.metrics("stage") == [{"stage": "load", "seconds": 99.0}]
+    assert folder.metrics("resume") == [{"step": 4}]
+    (tmp_path / "metrics.jsonl").unlink()
+    folder.resume(4, 1.7)
+    assert folder.metrics("resume") == [{"step": 4}]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 import train
 from config import Config
 from pipeline import WorkerError
+from speculative import DFlashProposer, speculate
 from target import Target
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ CONFIG = Config(
     uses=4,
     batch=2,
     anchors=4,
-    chunk_rows=8,
+    chunk_blocks=2,
     steps=20,
     queue_depth=1,
     device="cpu",
@@ -219,3 +220,18 @@ def test_an_interrupt_while_threads_are_started_ends_those_that_run(
     with pytest.raises(KeyboardInterrupt):
         training.run(lambda step, loss: None)
     assert training.crew.running() == []
+
+
+# Norms are in float32 under autocast, and torch says that this is not its fastest way.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+def test_a_target_in_bfloat16_trains_a_drafter_in_float32_and_decodes_with_it(tiny_target: Path) -> None:
+    config = replace(CONFIG, target_dtype="bfloat16", autocast=True)
+    target = Target(tiny_target, (0, 2, 3), CPU, dtype=torch.bfloat16)
+    work = train.make_work(config, TEXT, target, 0, 0)
+    assert work.features.tapped.dtype == work.features.normed.dtype == torch.bfloat16
+    drafter = train.new_drafter(config, target.shape, 3, CPU)
+    replica = train.Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
+    replica.loss(work, 0).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in drafter.parameters())
+    decoded = speculate(target, DFlashProposer(drafter, target, 4), work.tokens[0, :8], 8)
+    assert len(decoded.tokens) == 8 or decoded.tokens[-1] == 0
