@@ -394,7 +394,8 @@ class Replica:
             )
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        # What goes to a CPU without waiting is read there before it has come.
+        return tensor.to(self._device, non_blocking=self._device.type == "cuda")
 
 
 class Training:
