@@ -68,6 +68,14 @@ def install_quietly() -> None:
         safecompile.install()
 
 
+def test_a_name_that_is_not_there_to_be_wrapped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._ops.OpOverload, "_get_dispatch")
+    with recorded() as texts:
+        safecompile.install()
+    assert any("exports: AttributeError('OpOverload has no _get_dispatch')" in text for text in texts), texts
+    assert not hasattr(torch._ops.OpOverload, "_get_dispatch")
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_hidden_point_is_named_in_one_warning_and_what_is_left_works(name: str, hide: Callable[[str], None]) -> None:
     hide(name)

@@ -85,10 +85,16 @@ class PatchPoint(ABC):
         """Put ``wrapper(wrapped, instance, args, kwargs)`` around a function or method.
 
         If somebody else wraps it after us, restoring leaves it in place, switched off.
+
+        Raises:
+            AttributeError: if there is nothing to wrap, so that the point does not match this torch.
         """
+        wrapped = _get(owner, name)
+        if wrapped is _ABSENT:
+            raise AttributeError(f"{owner.__name__} has no {name}")
         switch = [True]
         self._switches.append(switch)
-        self.replace(owner, name, wrapt.FunctionWrapper(_get(owner, name), wrapper, enabled=lambda: switch[0]))
+        self.replace(owner, name, wrapt.FunctionWrapper(wrapped, wrapper, enabled=lambda: switch[0]))
 
     def recode(self, function: FunctionType, code: CodeType) -> None:
         """Give ``function`` other code. It stays the same object for all who hold it: Dynamo keys its tables on it."""
