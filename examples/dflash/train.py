@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -284,7 +285,12 @@ class Replica:
         report: Callable[[int, float], None],
         monitor: Monitor,
     ) -> None:
-        """Be a drafter thread: take work in order, train on it step by step together with the other replicas."""
+        """Be a drafter thread: take work in order, train on it step by step together with the other replicas.
+
+        Raises:
+            FloatingPointError: if training has diverged; the weights are then not `whole`.
+            Stopped: if the run is over.
+        """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while self.step < self.config.steps:
@@ -311,8 +317,14 @@ class Replica:
             self._within_update = False  # no weight has changed
             raise
         monitor.now("trains")
-        self._optimizers.step()
-        value = loss.item()  # waits for the device: the update is complete
+        norm = self._optimizers.step()
+        value, size = torch.stack((loss, norm)).tolist()  # waits for the device: the update is complete
+        # Not the loss alone: one replica's gradient spoils the weights of all. Raised inside the update, so that none is saved.
+        if not (math.isfinite(value) and math.isfinite(size)):
+            raise FloatingPointError(
+                f"training diverged at step {self.step}: its loss is {value:g} and the norm of its gradient {size:g}; weights of "
+                "this step are not saved: begin again in another --run folder with a lower lr or muon_lr, or a longer warmup_ratio"
+            )
         self.step += 1
         self.losses.append(value)
         self._within_update = False
