@@ -310,10 +310,7 @@ class Run:
         self._done("trained")
         self.summary["graphs"] = {
             "compiled_by_all_threads": training.compiled,
-            # A run resumed at its end had nothing to compile.
-            "compiled_by_one_thread": (
-                train.compiles_of_one_thread(config, self._train_on, judge, self._cache) if training.losses else 0
-            ),
+            "compiled_by_one_thread": self._compiled_by_one_thread(training, judge),
         }
         self._done("one thread")
         self.folder.write_json(EVALUATION, evaluate.raw(evaluations))
@@ -375,6 +372,14 @@ class Run:
         self._save(training.replicas[0], final=True)
         self.summary["training"] = self._training_summary(training)
         return training
+
+    def _compiled_by_one_thread(self, training: train.Training, target: Target) -> int | None:
+        """Return what the threads must have compiled; None where they are on several devices, each with graphs of its own."""
+        if len(set(self.config.devices())) > 1:
+            return None
+        if not training.losses:
+            return 0  # resumed at its end, there was nothing to compile
+        return train.compiles_of_one_thread(self.config, self._train_on, target, self._cache)
 
     def _begin(self) -> None:
         """Start the run's files anew, or go on with them where the checkpoint ends."""
@@ -444,11 +449,14 @@ class Run:
         """Return what must be true, by what to say if it is not."""
         training, graphs, evaluation = (self.summary[part] for part in ("training", "graphs", "evaluation"))
         drafters = evaluation["drafters"]
+        # In bfloat16 a pass over a block may decide a near-tie otherwise than one over a token.
+        near_ties = self.config.target_dtype == "bfloat16"
         tau = {name: drafter["tau_not_looping"] for name, drafter in drafters.items()}
         return {
             "the loss did not fall": training["loss_last_tenth"] < training["loss_first_tenth"],
             "output differs from the target's own": all(
-                d["identical"] == evaluation["references"] for d in drafters.values()
+                d["identical"] == evaluation["references"] or (near_ties and d["largest_regret"] <= evaluate.NEAR_TIE)
+                for d in drafters.values()
             ),
             "too few responses do not loop: the evaluation is not valid": evaluation["valid"],
             f"the trained drafter's acceptance length is below {self.config.tau}": tau["trained"] >= self.config.tau,
@@ -458,7 +466,7 @@ class Run:
             ),
             "the replicas differ": training["largest_difference_between_replicas"] == 0.0,
             "the threads compiled another number of graphs than one thread does": (
-                graphs["compiled_by_all_threads"] == graphs["compiled_by_one_thread"]
+                graphs["compiled_by_one_thread"] in (None, graphs["compiled_by_all_threads"])
             ),
         }
 
@@ -486,8 +494,10 @@ class Run:
                 f"{drafter['drafter_forwards']:15} {drafter['identical']:7}/{evaluation['references']}"
             )
         self._say(f"\nlargest difference between replicas: {training['largest_difference_between_replicas']}")
+        alone = graphs["compiled_by_one_thread"]
         self._say(
-            f"graphs compiled by all threads: {graphs['compiled_by_all_threads']}, by one thread alone: {graphs['compiled_by_one_thread']}"
+            f"graphs compiled by all threads: {graphs['compiled_by_all_threads']}, by one thread alone: "
+            + ("not compared, the threads are on several devices" if alone is None else str(alone))
         )
         self._say("seconds: " + ", ".join(f"{stage} {s:.0f}" for stage, s in self.summary["seconds"].items()))
 

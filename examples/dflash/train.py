@@ -551,7 +551,8 @@ class Training:
 def compiles_of_one_thread(config: Config, source: Source, target: Target, cache: Cache | None = None) -> int:
     """Return how many graphs this thread alone compiles, from nothing, for two steps of all replicas, the shapes of a whole run.
 
-    All compiled code of the process is thrown away first. One batch of work serves all replicas.
+    All compiled code of the process is thrown away first. One batch of work serves all replicas. Comparable with the threads'
+    number only where those are on one device: on several, each compiles for itself.
     """
     torch.compiler.reset()
     before = statistics().compiled
@@ -561,7 +562,8 @@ def compiles_of_one_thread(config: Config, source: Source, target: Target, cache
         drafter = new_drafter(config, target.shape, len(target.taps), target.device)
         replica = Replica(config, index, drafter, vocabulary, target.language.mask_id)
         for step in range(2):
-            replica.loss(work, step).backward()
+            replica.make_step(work, step)
+        del drafter, replica  # before the next one takes as much memory for weights, gradients and optimizer
     return statistics().compiled - before
 
 

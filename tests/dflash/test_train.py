@@ -17,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
+import optimizer
 import train
 from config import Config
 from pipeline import WorkerError
@@ -150,6 +151,17 @@ def test_all_threads_compile_the_graphs_that_one_thread_does(tiny_target: Path) 
     torch.compiler.reset()
     training = run(tiny_target, 5, replace(CONFIG, steps=2))
     assert training.compiled == train.compiles_of_one_thread(CONFIG, TEXT, target) == 3
+
+
+def test_the_graph_of_a_compiled_optimizer_is_counted_on_both_sides(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the optimizer's step is compiled."""
+    monkeypatch.setattr(torch.optim, "AdamW", optimizer.CompiledAdamW)
+    (target,) = targets(tiny_target, 1)
+    torch.compiler.reset()
+    training = run(tiny_target, 5, replace(CONFIG, steps=2))
+    assert training.compiled == train.compiles_of_one_thread(CONFIG, TEXT, target) == 4
 
 
 def breaking(worker: str, call: int, original: Callable[..., Any]) -> Callable[..., Any]:
