@@ -49,6 +49,10 @@ from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, choose_taps, language_of, read_config, shape_of
 
 
+_NOT_WRITTEN = (OSError, SafetensorError)
+"""What a full disk raises, which may be why a run ends: safetensors has an error of its own, which is no OSError."""
+
+
 class Command(NamedTuple):
     """What the command line asks for.
 
@@ -323,19 +327,26 @@ class Run:
         self._print_results()
         return failed
 
-    def end(self, status: str) -> None:
-        """Save what there is to save, and the summary."""
+    def end(self, status: str) -> bool:
+        """Save what there is to save, and the summary; return whether all of it could be written, and say what could not."""
+        written = True
         if self.training and status != "complete" and (replica := self.training.at_rest()):
             try:
                 self._save(replica)
-            except OSError as error:  # such as a full disk, which may be why the run ends
+            except _NOT_WRITTEN as error:
+                written = False
                 print(f"step {replica.step} could not be saved: {error}", file=sys.stderr)
         self.summary["status"] = status
         self.summary["seconds"]["all"] = round(time.monotonic() - self._started, 1)
         self.summary["cpu_seconds"] = round(time.process_time(), 1)
-        if self.training and "training" not in self.summary:
-            self.summary["training"] = self._training_summary(self.training)
-        self.folder.write_json(SUMMARY, self.summary)
+        try:
+            if self.training and "training" not in self.summary:
+                self.summary["training"] = self._training_summary(self.training)
+            self.folder.write_json(SUMMARY, self.summary)
+        except OSError as error:
+            written = False
+            print(f"{SUMMARY} could not be written: {error}", file=sys.stderr)
+        return written
 
     def left_behind(self) -> list[str]:
         """Return the names of threads that could not be ended."""
@@ -537,8 +548,8 @@ def _main(arguments: list[str]) -> int:
             failed = run.complete()
         except Interrupted as interrupt:
             print("\nending; once more stops at once, without saving", file=sys.stderr, flush=True)
-            run.end("interrupted")
-            print(f"interrupted; all there is was saved to {run.folder.path}, --resume goes on", file=sys.stderr)
+            saved = "all there is was saved" if run.end("interrupted") else "not all there is could be saved"
+            print(f"interrupted; {saved} to {run.folder.path}, --resume goes on", file=sys.stderr)
             return interrupt.code
         except Exception as error:
             run.summary["error"] = str(error)
@@ -546,11 +557,12 @@ def _main(arguments: list[str]) -> int:
             if isinstance(error, WorkerError):
                 traceback.print_exception(error.__cause__)
             raise
-        run.end("complete")
+        if not run.end("complete"):
+            return 1
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except WorkerError as error:
+    except (WorkerError, *_NOT_WRITTEN) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except Interrupted as interrupt:  # before there was anything to save
