@@ -48,7 +48,6 @@ from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, choose_taps, language_of, read_config, shape_of
 
-
 _NOT_WRITTEN = (OSError, SafetensorError)
 """What a full disk raises, which may be why a run ends: safetensors has an error of its own, which is no OSError."""
 
@@ -163,7 +162,7 @@ def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
     """
     taps, language, train_on, held_out = _checked(config)
     stored = cache.open_complete(config.cache, config, train_on, taps) if config.cache is not None else None
-    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on)
+    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on, stored.drawn if stored else None)
     checkpoint = checkpoints.resumable() if start == "resume" else None
     folder = RunFolder(run, config, start)
     return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored)
