@@ -276,7 +276,11 @@ class Run:
         config = self.config
         # Eight threads share few cores: operators that split up further only get in each other's way.
         torch.set_num_threads(1)
-        self._begin()
+        if checkpoint := self._checkpoint:
+            self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}
+            for note in checkpoint.notes:
+                print(f"note: {note}", file=sys.stderr)
+        self._say(f"resumes at step {checkpoint.step} of {config.steps}" if checkpoint else "begins at step 0")
         makers = f"{config.targets} target" if self._cache is None else f"{config.drafters} reader"
         self._say(f"{makers} and {config.drafters} drafter threads, torch {torch.__version__}")
         self._say(
@@ -354,7 +358,10 @@ class Run:
     def _train(self, targets: list[Target]) -> train.Training:
         config = self.config
         snapshot = self._checkpoint.snapshot() if self._checkpoint else None
-        training = self.training = train.Training(config, self._train_on, targets, snapshot, self._cache)
+        training = train.Training(config, self._train_on, targets, snapshot, self._cache)
+        # Not before all is loaded and decoded: what fails until here leaves the checkpoints of the run before a restart.
+        self._begin()
+        self.training = training
         shown: dict[str, str] = {}
 
         def report(step: int, loss: float) -> None:
@@ -393,17 +400,11 @@ class Run:
 
     def _begin(self) -> None:
         """Start the run's files anew, or go on with them where the checkpoint ends."""
-        checkpoint = self._checkpoint
-        self._checkpoints.begin(checkpoint)
-        if checkpoint is None:
+        self._checkpoints.begin(self._checkpoint)
+        if self._checkpoint is None:
             self.folder.begin()
-            self._say("begins at step 0")
-            return
-        self.folder.resume(checkpoint.step, checkpoint.seconds)
-        self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}
-        for note in checkpoint.notes:
-            print(f"note: {note}", file=sys.stderr)
-        self._say(f"resumed at step {checkpoint.step} of {self.config.steps}")
+        else:
+            self.folder.resume(self._checkpoint.step, self._checkpoint.seconds)
 
     def _training_seconds(self) -> float:
         """Return the seconds of training so far, those before a resume among them."""

@@ -43,6 +43,7 @@ class RunFolder:
         self.path = path
         self._config = config
         self._lock = threading.Lock()
+        self._early: list[str] | None = []  # guarded by _lock; metrics until the run's file of them begins
         options = path / OPTIONS
         may_change = NOT_IN_CONTRACT if start == "resume" else frozenset()
         try:
@@ -74,8 +75,9 @@ class RunFolder:
             raise ConfigError(f"run folder {path} cannot be used: {error}") from error
 
     def begin(self) -> None:
-        """Start the metrics anew."""
+        """Start the metrics anew; until then or until `resume`, those of the run before stay, and new ones wait."""
         (self.path / METRICS).write_text("")
+        self._append_early()
 
     def resume(self, step: int, seconds: float) -> None:
         """Keep the metrics of ``step`` steps and ``seconds`` of training; lines after them are of work that was not saved."""
@@ -85,13 +87,23 @@ class RunFolder:
                 return bool(line["step"] < step)
             return bool(line["kind"] != "thread" or line["seconds"] <= seconds)
 
+        kept = list(filter(saved, self._lines()))
+        last = {line["thread"]: line["state"] for line in kept if line["kind"] == "thread"}
+        kept.append({"kind": "resume", "step": step})
+        kept += [
+            {"kind": "thread", "seconds": seconds, "thread": thread, "state": "done"}
+            for thread, state in last.items()
+            if state != "done"  # there may be fewer threads now
+        ]
         new = _beside(self.path / METRICS)
-        new.write_text("".join(json.dumps(line) + "\n" for line in filter(saved, self._lines())))
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
         new.replace(self.path / METRICS)
-        self.metric("resume", step=step)
-        last = {line["thread"]: line["state"] for line in self.metrics("thread")}
-        for thread in (name for name, state in last.items() if state != "done"):
-            self.metric("thread", seconds=seconds, thread=thread, state="done")  # there may be fewer threads now
+        self._append_early()
+
+    def _append_early(self) -> None:
+        with self._lock, (self.path / METRICS).open("a") as file:
+            file.writelines(self._early or ())
+            self._early = None
 
     def sync_metrics(self) -> None:
         """Wait until all metrics are on the disk."""
@@ -99,10 +111,14 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def metric(self, kind: str, **values: Any) -> None:
-        """Append a line to the metrics; any thread may."""
+        """Append a line to the metrics; any thread may. Before `begin` or `resume` it waits for that."""
         line = json.dumps({"kind": kind, **values}) + "\n"
-        with self._lock, (self.path / METRICS).open("a") as file:
-            file.write(line)
+        with self._lock:
+            if self._early is not None:
+                self._early.append(line)
+                return
+            with (self.path / METRICS).open("a") as file:
+                file.write(line)
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Return the metrics of one kind."""

@@ -264,5 +264,5 @@ def test_a_run_goes_on_with_a_copy_of_its_cache_and_with_no_other(
         train.fill(drawn_otherwise, TEXT, targets, cache.begin(folder, drawn_otherwise, TEXT, TAPS, TOKEN_BYTES))
         with pytest.raises(ConfigError, match=rf"the cache was drawn by .*'{name}': \d.* there and by .* here: make"):
             resumed(folder)
-    with pytest.raises(ConfigError, match="the cache was drawn by .* there and by None here"):
+    with pytest.raises(ConfigError, match=r"the cache was drawn by .* there and by None here"):
         resumed(None)
