@@ -205,10 +205,9 @@ def fill(
     try:
         for index, target in enumerate(targets):
             crew.start(f"target-{index}", partial(make, target))
-        crew.wait(tick)
+        crew.join(tick=tick)
     finally:
-        crew.end()
-    crew.check()
+        over.set()  # an interrupt between two starts leaves no thread that goes on
 
 
 class GradientExchange:
@@ -259,7 +258,6 @@ class Replica:
         self.drafter = drafter
         self.step = 0
         self.losses: list[float] = []
-        self.waiting_seconds = 0.0
         self._within_update = False
         self._mask_id = mask_id
         self._vocabulary = vocabulary
@@ -295,9 +293,7 @@ class Replica:
             torch.cuda.set_device(self._device)
         while self.step < self.config.steps:
             monitor.now("waits for work")
-            asked = time.monotonic()
             work = queue.get()
-            self.waiting_seconds += time.monotonic() - asked
             # After a resume, the first batch of work may have some of its steps behind it.
             end = (self.step // self.config.uses + 1) * self.config.uses
             for step in range(self.step, min(end, self.config.steps)):
