@@ -197,7 +197,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(new)  # a full disk is the likeliest cause
             raise
-        _sync(self.folder)
+        sync(self.folder)
         for _, old in by_step(self.folder)[:-KEPT]:
             shutil.rmtree(old)
 
@@ -233,7 +233,7 @@ class Checkpoints:
         }
         (path / STATE).write_text(json.dumps(state, indent=2) + "\n")
         for written in (*path.iterdir(), path):
-            _sync(written)
+            sync(written)
 
     def _read(self, path: Path, step: int) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
@@ -272,7 +272,7 @@ def by_step(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

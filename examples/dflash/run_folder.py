@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints import NOT_IN_CONTRACT, by_step
+from checkpoints import NOT_IN_CONTRACT, by_step, sync
 from config import Config, ConfigError
 
 OPTIONS = "options.json"
@@ -61,7 +62,7 @@ class RunFolder:
                         f"run folder {path} holds a run with another configuration ({', '.join(changed)} differ): "
                         "name another folder with --run, or delete this one"
                     )
-            elif any(not _is_leftover(entry) for entry in path.iterdir()):
+            elif any(not is_leftover(entry) for entry in path.iterdir()):
                 raise ConfigError(f"run folder {path} is not empty and holds no run: name another folder with --run")
             if start == "fresh" and (saved := by_step(path / CHECKPOINTS)):
                 raise ConfigError(
@@ -139,16 +140,21 @@ class RunFolder:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write or replace a JSON file as a whole: whoever reads it sees the old content or the new."""
+    """Write or replace a JSON file as a whole: whoever reads it sees the old content or the new, after a power cut, too."""
     new = _beside(path)
     new.write_text(json.dumps(content, indent=2) + "\n")
+    sync(new)
     new.replace(path)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write or replace a safetensors file as a whole, with ``metadata`` in its header."""
+    """Write or replace a safetensors file as `write_json` does, with ``metadata`` in its header; whom the umask lets may read it."""
     new = _beside(path)
+    new.touch()
+    mode = new.stat().st_mode
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, new, metadata)
+    new.chmod(stat.S_IMODE(mode))  # safetensors lets its owner alone read a file, which a server may not be
+    sync(new)
     new.replace(path)
 
 
@@ -157,5 +163,6 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.new")
 
 
-def _is_leftover(entry: Path) -> bool:
+def is_leftover(entry: Path) -> bool:
+    """Tell whether a file is what a killed process left of one that it had not written as a whole."""
     return entry.name.startswith(".") and entry.name.endswith(".new")
