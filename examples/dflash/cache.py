@@ -21,11 +21,14 @@ import data
 from checkpoints import target_fingerprint
 from config import Config, ConfigError
 from data import Source
-from run_folder import write_json, write_tensors
+from run_folder import is_leftover, write_json, write_tensors
 from target import Features
 
 INDEX = "index.json"
 FORMAT = 1
+
+_LEFTOVERS = (".work-*.new", ".index.json.*.new", ".tmp*")
+"""What killed processes leave, the last by safetensors itself; each may be as large as a batch of work."""
 
 
 class Stored(NamedTuple):
@@ -98,7 +101,7 @@ def size_of(config: Config, token_bytes: int) -> int:
 
 
 def begin(folder: Path, config: Config, source: Source, taps: tuple[int, ...], token_bytes: int) -> Cache:
-    """Return a new cache in ``folder`` for a run with these options, or one to go on with.
+    """Return a new cache in ``folder`` for a run with these options, or one to go on with, without what killed processes left.
 
     Args:
         folder: made if it is missing.
@@ -117,7 +120,9 @@ def begin(folder: Path, config: Config, source: Source, taps: tuple[int, ...], t
             index = _index(folder)
             _compare(folder, index["contract"] | index["drawn_by"], wanted | _drawn_by(config))
             works = max(index["works"], works_of(config))
-        elif any(folder.iterdir()):
+            for leftover in (entry for pattern in _LEFTOVERS for entry in folder.glob(pattern)):
+                leftover.unlink()
+        elif any(not is_leftover(entry) for entry in folder.iterdir()):
             raise ConfigError(f"cache {folder} is not empty and holds no cache: name another folder")
         else:
             works = works_of(config)

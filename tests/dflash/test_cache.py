@@ -266,3 +266,20 @@ def test_a_run_goes_on_with_a_copy_of_its_cache_and_with_no_other(
             resumed(folder)
     with pytest.raises(ConfigError, match=r"the cache was drawn by .* there and by None here"):
         resumed(None)
+
+
+def test_what_killed_processes_left_is_removed_when_making_goes_on(config: Config, made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path / "features")
+    whole = sorted(path.name for path in folder.iterdir())
+    left = (".work-00000003.safetensors.17-18.new", ".index.json.17-18.new", ".tmpu7Ymdk")
+    for name in left:
+        (folder / name).write_bytes(b"half")
+    cache.open_complete(folder, config, TEXT, TAPS)  # reads only
+    with pytest.raises(ConfigError, match="seed is"):
+        cache.begin(folder, replace(config, seed=1), TEXT, TAPS, TOKEN_BYTES)
+    assert len(list(folder.iterdir())) == len(whole) + len(left)
+    cache.begin(folder, config, TEXT, TAPS, TOKEN_BYTES)
+    assert sorted(path.name for path in folder.iterdir()) == whole
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".index.json.17-18.new").write_text("{")
+    assert len(cache.begin(tmp_path / "new", config, TEXT, TAPS, TOKEN_BYTES).missing()) == 6
