@@ -259,8 +259,10 @@ def test_a_run_goes_on_with_a_copy_of_its_cache_and_with_no_other(
         return checkpoint.step
 
     assert resumed(made) == resumed(copied(made, tmp_path / "moved")) == 3
-    for name, changes in (("seed", {"seed": 1}), ("works", {"steps": 8}), ("drafters", {"drafters": 3, "steps": 4})):
-        drawn_otherwise, folder = replace(config, **changes), tmp_path / name
+    others = {"seed": replace(config, seed=1), "works": replace(config, steps=8)}
+    others["drafters"] = replace(config, drafters=3, steps=4)  # as many batches of work
+    for name, drawn_otherwise in others.items():
+        folder = tmp_path / name
         train.fill(drawn_otherwise, TEXT, targets, cache.begin(folder, drawn_otherwise, TEXT, TAPS, TOKEN_BYTES))
         with pytest.raises(ConfigError, match=rf"the cache was drawn by .*'{name}': \d.* there and by .* here: make"):
             resumed(folder)

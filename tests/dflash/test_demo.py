@@ -247,7 +247,7 @@ def test_a_restart_that_fails_before_it_trains_deletes_nothing(
     def out_of_memory(*given: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(demo.train, "Training", out_of_memory)
+    monkeypatch.setattr("train.Training", out_of_memory)
     with pytest.raises(MemoryError):
         demo.main([*given, "--restart"])
     assert json.loads((run / "summary.json").read_text())["status"] == "failed"

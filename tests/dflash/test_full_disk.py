@@ -12,8 +12,11 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 pytest.importorskip("rich", reason="the example's display")
 pytest.importorskip("matplotlib", reason="the example's plots")
 
+from safetensors import SafetensorError
+
 import demo
 import train
+from interrupt import Interrupted
 from run_folder import RunFolder
 from tests.dflash.conftest import EXAMPLE
 from tests.dflash.test_demo import arguments
@@ -94,10 +97,10 @@ def test_an_interrupted_run_whose_state_cannot_be_saved_does_not_say_that_it_was
         self.training = train.Training(
             self.config, self._train_on, demo._targets(self.config, self.taps, self.language, 5)
         )
-        raise demo.Interrupted(2)
+        raise Interrupted(2)
 
     def full(self: demo.Run, replica: train.Replica, *, final: bool = False) -> None:
-        raise demo.SafetensorError(FULL)
+        raise SafetensorError(FULL)
 
     monkeypatch.setattr(demo.Run, "complete", interrupted)
     monkeypatch.setattr(demo.Run, "_save", full)
