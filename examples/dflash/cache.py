@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +21,14 @@ import data
 from checkpoints import target_fingerprint
 from config import Config, ConfigError
 from data import Source
-from run_folder import write_json, write_tensors
+from run_folder import is_leftover, write_json, write_tensors
 from target import Features
 
 INDEX = "index.json"
 FORMAT = 1
+
+_LEFTOVERS = (".work-*.new", ".index.json.*.new", ".tmp*")
+"""What killed processes leave, the last by safetensors itself; each may be as large as a batch of work."""
 
 
 class Stored(NamedTuple):
@@ -42,11 +46,18 @@ class Cache:
     Args:
         folder: theirs alone.
         works: how many there are, or will be.
+        drawn_by: which sequences they are of, from the index.
     """
 
-    def __init__(self, folder: Path, works: int) -> None:
+    def __init__(self, folder: Path, works: int, drawn_by: Mapping[str, Any]) -> None:
         self.folder = folder
         self.works = works
+        self._drawn_by = drawn_by
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """What says which batches a run reads at which step, in JSON's types: two caches that differ in it train differently."""
+        return {"works": self.works, **self._drawn_by}
 
     def missing(self) -> list[int]:
         """Return the numbers of those that are not there yet."""
@@ -90,7 +101,7 @@ def size_of(config: Config, token_bytes: int) -> int:
 
 
 def begin(folder: Path, config: Config, source: Source, taps: tuple[int, ...], token_bytes: int) -> Cache:
-    """Return a new cache in ``folder`` for a run with these options, or one to go on with.
+    """Return a new cache in ``folder`` for a run with these options, or one to go on with, without what killed processes left.
 
     Args:
         folder: made if it is missing.
@@ -109,11 +120,13 @@ def begin(folder: Path, config: Config, source: Source, taps: tuple[int, ...], t
             index = _index(folder)
             _compare(folder, index["contract"] | index["drawn_by"], wanted | _drawn_by(config))
             works = max(index["works"], works_of(config))
-        elif any(folder.iterdir()):
+            for leftover in (entry for pattern in _LEFTOVERS for entry in folder.glob(pattern)):
+                leftover.unlink()
+        elif any(not is_leftover(entry) for entry in folder.iterdir()):
             raise ConfigError(f"cache {folder} is not empty and holds no cache: name another folder")
         else:
             works = works_of(config)
-        cache = Cache(folder, works)
+        cache = Cache(folder, works, _drawn_by(config))
         needed, free = len(cache.missing()) * size_of(config, token_bytes), shutil.disk_usage(folder).free
         if needed > free:
             raise ConfigError(
@@ -138,7 +151,7 @@ def open_complete(folder: Path, config: Config, source: Source, taps: tuple[int,
         raise ConfigError(f"cache is {folder}, and that holds no cache: make one with --make-cache {folder}")
     index = _index(folder)
     _compare(folder, index["contract"], _contract(config, source, taps))
-    cache = Cache(folder, index["works"])
+    cache = Cache(folder, index["works"], index["drawn_by"])
     if missing := len(cache.missing()):
         raise ConfigError(
             f"cache {folder} lacks {missing} of its {cache.works} batches of work: go on with --make-cache {folder}"

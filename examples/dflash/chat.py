@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from config import Config, ConfigError
-from data import Conversations, Sample, is_held_out, pack
+from data import HELD_OUT_ONE_IN, Conversations, Sample, is_held_out, pack
 from target import Language
 
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"human": "user", "gpt": ASSISTANT}
-_HELD_OUT_ONE_IN = 16
 
 
 class Chats(NamedTuple):
@@ -74,7 +73,7 @@ def load(config: Config, language: Language) -> Chats:
     if len(records) < 2:
         raise ConfigError(f"data is {path}: it has {len(records)} conversations, training and evaluation need one each")
     if len({record.held_out for record in records}) == 1:
-        cut = len(records) - max(1, len(records) // _HELD_OUT_ONE_IN)
+        cut = len(records) - max(1, len(records) // HELD_OUT_ONE_IN)
         records = [record._replace(held_out=index >= cut) for index, record in enumerate(records)]
     train: list[Sample] = []
     held_out: list[Sample] = []

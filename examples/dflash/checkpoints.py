@@ -45,7 +45,7 @@ NOT_IN_CONTRACT = frozenset(
             "save_every",
             "trust_remote_code",
         ),  # how the work is done, not what it is
-        *("target", "text", "data"),  # places; what is there is in the contract by its content
+        *("target", "text", "data", "cache"),  # places; what is there is in the contract by its content
         *("tau", "eval_prompts", "eval_prompt_length", "eval_new_tokens"),  # measure the weights
     )
 )
@@ -91,18 +91,20 @@ class Checkpoint:
         return Snapshot(self.step, load_file(self.path / MODEL), load_file(self.path / OPTIMIZER))
 
 
-def contract(config: Config, source: Source) -> dict[str, Any]:
+def contract(config: Config, source: Source, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what must be the same at a resume, in JSON's types.
 
     Args:
         config: the options; the target's files are looked at.
         source: what the run is trained on, as token ids, which the target's tokenizer is in, too.
+        drawn: see `cache.Cache.drawn`; None for a run whose targets make the work.
     """
     options = {name: value for name, value in config.as_json().items() if name not in NOT_IN_CONTRACT}
     return {
         "options": json.loads(json.dumps(options)),
         "target": target_fingerprint(config.target),
         "text": data.digest(source),
+        "cache": None if drawn is None else dict(drawn),
     }
 
 
@@ -144,12 +146,13 @@ class Checkpoints:
         folder: theirs alone; made by the first `save`.
         config: the run's options.
         source: what it is trained on.
+        drawn: see `contract`.
     """
 
-    def __init__(self, folder: Path, config: Config, source: Source) -> None:
+    def __init__(self, folder: Path, config: Config, source: Source, drawn: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self._uses = config.uses
-        self._contract = contract(config, source)
+        self._contract = contract(config, source, drawn)
         self._environment = environment(config)
 
     def resumable(self) -> Checkpoint | None:
@@ -194,7 +197,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(new)  # a full disk is the likeliest cause
             raise
-        _sync(self.folder)
+        sync(self.folder)
         for _, old in by_step(self.folder)[:-KEPT]:
             shutil.rmtree(old)
 
@@ -230,7 +233,7 @@ class Checkpoints:
         }
         (path / STATE).write_text(json.dumps(state, indent=2) + "\n")
         for written in (*path.iterdir(), path):
-            _sync(written)
+            sync(written)
 
     def _read(self, path: Path, step: int) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
@@ -253,6 +256,8 @@ class Checkpoints:
         differences += [
             f"the {what} is another one" for what in ("target", "text") if there[what] != self._contract[what]
         ]
+        if (before := there.get("cache")) != (now := self._contract["cache"]):
+            differences.append(f"the cache was drawn by {before} there and by {now} here")
         if differences:
             raise ConfigError(
                 f"checkpoint {path} cannot be resumed like this: {'; '.join(differences)}: "
@@ -267,7 +272,7 @@ def by_step(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

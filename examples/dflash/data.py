@@ -41,7 +41,8 @@ _LEFT_OUT = frozenset(
     )
 )
 
-_HELD_OUT_ONE_IN = 16
+HELD_OUT_ONE_IN = 16
+"""One file or conversation of this many is for evaluation."""
 
 
 class Sample(NamedTuple):
@@ -121,7 +122,7 @@ class Corpus:
 
 def is_held_out(relative_name: str) -> bool:
     """Tell whether a file is kept for evaluation, from its name alone, so that the split is the same on every Python."""
-    return zlib.crc32(relative_name.encode()) % _HELD_OUT_ONE_IN == 0
+    return zlib.crc32(relative_name.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def load_corpus(folder: Path | None = None) -> Corpus:
@@ -149,7 +150,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
         raise ConfigError(f"text is {root}: there is no text to train and evaluate on in that folder")
     if not train or not held_out:
         text = train or held_out
-        cut = len(text) - len(text) // _HELD_OUT_ONE_IN
+        cut = len(text) - len(text) // HELD_OUT_ONE_IN
         train, held_out = text[:cut], text[cut:]
     return Corpus(train, held_out)
 

@@ -48,6 +48,9 @@ from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, choose_taps, language_of, read_config, shape_of
 
+_NOT_WRITTEN = (OSError, SafetensorError)
+"""What a full disk raises, which may be why a run ends: safetensors has an error of its own, which is no OSError."""
+
 
 class Command(NamedTuple):
     """What the command line asks for.
@@ -159,7 +162,7 @@ def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
     """
     taps, language, train_on, held_out = _checked(config)
     stored = cache.open_complete(config.cache, config, train_on, taps) if config.cache is not None else None
-    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on)
+    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on, stored.drawn if stored else None)
     checkpoint = checkpoints.resumable() if start == "resume" else None
     folder = RunFolder(run, config, start)
     return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored)
@@ -273,7 +276,11 @@ class Run:
         config = self.config
         # Eight threads share few cores: operators that split up further only get in each other's way.
         torch.set_num_threads(1)
-        self._begin()
+        if checkpoint := self._checkpoint:
+            self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}
+            for note in checkpoint.notes:
+                print(f"note: {note}", file=sys.stderr)
+        self._say(f"resumes at step {checkpoint.step} of {config.steps}" if checkpoint else "begins at step 0")
         makers = f"{config.targets} target" if self._cache is None else f"{config.drafters} reader"
         self._say(f"{makers} and {config.drafters} drafter threads, torch {torch.__version__}")
         self._say(
@@ -310,10 +317,7 @@ class Run:
         self._done("trained")
         self.summary["graphs"] = {
             "compiled_by_all_threads": training.compiled,
-            # A run resumed at its end had nothing to compile.
-            "compiled_by_one_thread": (
-                train.compiles_of_one_thread(config, self._train_on, judge, self._cache) if training.losses else 0
-            ),
+            "compiled_by_one_thread": self._compiled_by_one_thread(training, judge),
         }
         self._done("one thread")
         self.folder.write_json(EVALUATION, evaluate.raw(evaluations))
@@ -326,19 +330,26 @@ class Run:
         self._print_results()
         return failed
 
-    def end(self, status: str) -> None:
-        """Save what there is to save, and the summary."""
+    def end(self, status: str) -> bool:
+        """Save what there is to save, and the summary; return whether all of it could be written, and say what could not."""
+        written = True
         if self.training and status != "complete" and (replica := self.training.at_rest()):
             try:
                 self._save(replica)
-            except OSError as error:  # such as a full disk, which may be why the run ends
+            except _NOT_WRITTEN as error:
+                written = False
                 print(f"step {replica.step} could not be saved: {error}", file=sys.stderr)
         self.summary["status"] = status
         self.summary["seconds"]["all"] = round(time.monotonic() - self._started, 1)
         self.summary["cpu_seconds"] = round(time.process_time(), 1)
-        if self.training and "training" not in self.summary:
-            self.summary["training"] = self._training_summary(self.training)
-        self.folder.write_json(SUMMARY, self.summary)
+        try:
+            if self.training and "training" not in self.summary:
+                self.summary["training"] = self._training_summary(self.training)
+            self.folder.write_json(SUMMARY, self.summary)
+        except OSError as error:
+            written = False
+            print(f"{SUMMARY} could not be written: {error}", file=sys.stderr)
+        return written
 
     def left_behind(self) -> list[str]:
         """Return the names of threads that could not be ended."""
@@ -347,7 +358,10 @@ class Run:
     def _train(self, targets: list[Target]) -> train.Training:
         config = self.config
         snapshot = self._checkpoint.snapshot() if self._checkpoint else None
-        training = self.training = train.Training(config, self._train_on, targets, snapshot, self._cache)
+        training = train.Training(config, self._train_on, targets, snapshot, self._cache)
+        # Not before all is loaded and decoded: what fails until here leaves the checkpoints of the run before a restart.
+        self._begin()
+        self.training = training
         shown: dict[str, str] = {}
 
         def report(step: int, loss: float) -> None:
@@ -376,19 +390,21 @@ class Run:
         self.summary["training"] = self._training_summary(training)
         return training
 
+    def _compiled_by_one_thread(self, training: train.Training, target: Target) -> int | None:
+        """Return what the threads must have compiled; None where they are on several devices, each with graphs of its own."""
+        if len(set(self.config.devices())) > 1:
+            return None
+        if not training.losses:
+            return 0  # resumed at its end, there was nothing to compile
+        return train.compiles_of_one_thread(self.config, self._train_on, target, self._cache)
+
     def _begin(self) -> None:
         """Start the run's files anew, or go on with them where the checkpoint ends."""
-        checkpoint = self._checkpoint
-        self._checkpoints.begin(checkpoint)
-        if checkpoint is None:
+        self._checkpoints.begin(self._checkpoint)
+        if self._checkpoint is None:
             self.folder.begin()
-            self._say("begins at step 0")
-            return
-        self.folder.resume(checkpoint.step, checkpoint.seconds)
-        self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}
-        for note in checkpoint.notes:
-            print(f"note: {note}", file=sys.stderr)
-        self._say(f"resumed at step {checkpoint.step} of {self.config.steps}")
+        else:
+            self.folder.resume(self._checkpoint.step, self._checkpoint.seconds)
 
     def _training_seconds(self) -> float:
         """Return the seconds of training so far, those before a resume among them."""
@@ -444,11 +460,14 @@ class Run:
         """Return what must be true, by what to say if it is not."""
         training, graphs, evaluation = (self.summary[part] for part in ("training", "graphs", "evaluation"))
         drafters = evaluation["drafters"]
+        # In bfloat16 a pass over a block may decide a near-tie otherwise than one over a token.
+        near_ties = self.config.target_dtype == "bfloat16"
         tau = {name: drafter["tau_not_looping"] for name, drafter in drafters.items()}
         return {
             "the loss did not fall": training["loss_last_tenth"] < training["loss_first_tenth"],
             "output differs from the target's own": all(
-                d["identical"] == evaluation["references"] for d in drafters.values()
+                d["identical"] == evaluation["references"] or (near_ties and d["largest_regret"] <= evaluate.NEAR_TIE)
+                for d in drafters.values()
             ),
             "too few responses do not loop: the evaluation is not valid": evaluation["valid"],
             f"the trained drafter's acceptance length is below {self.config.tau}": tau["trained"] >= self.config.tau,
@@ -458,7 +477,7 @@ class Run:
             ),
             "the replicas differ": training["largest_difference_between_replicas"] == 0.0,
             "the threads compiled another number of graphs than one thread does": (
-                graphs["compiled_by_all_threads"] == graphs["compiled_by_one_thread"]
+                graphs["compiled_by_one_thread"] in (None, graphs["compiled_by_all_threads"])
             ),
         }
 
@@ -486,8 +505,10 @@ class Run:
                 f"{drafter['drafter_forwards']:15} {drafter['identical']:7}/{evaluation['references']}"
             )
         self._say(f"\nlargest difference between replicas: {training['largest_difference_between_replicas']}")
+        alone = graphs["compiled_by_one_thread"]
         self._say(
-            f"graphs compiled by all threads: {graphs['compiled_by_all_threads']}, by one thread alone: {graphs['compiled_by_one_thread']}"
+            f"graphs compiled by all threads: {graphs['compiled_by_all_threads']}, by one thread alone: "
+            + ("not compared, the threads are on several devices" if alone is None else str(alone))
         )
         self._say("seconds: " + ", ".join(f"{stage} {s:.0f}" for stage, s in self.summary["seconds"].items()))
 
@@ -527,8 +548,8 @@ def _main(arguments: list[str]) -> int:
             failed = run.complete()
         except Interrupted as interrupt:
             print("\nending; once more stops at once, without saving", file=sys.stderr, flush=True)
-            run.end("interrupted")
-            print(f"interrupted; all there is was saved to {run.folder.path}, --resume goes on", file=sys.stderr)
+            saved = "all there is was saved" if run.end("interrupted") else "not all there is could be saved"
+            print(f"interrupted; {saved} to {run.folder.path}, --resume goes on", file=sys.stderr)
             return interrupt.code
         except Exception as error:
             run.summary["error"] = str(error)
@@ -536,11 +557,12 @@ def _main(arguments: list[str]) -> int:
             if isinstance(error, WorkerError):
                 traceback.print_exception(error.__cause__)
             raise
-        run.end("complete")
+        if not run.end("complete"):
+            return 1
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except WorkerError as error:
+    except (WorkerError, *_NOT_WRITTEN) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except Interrupted as interrupt:  # before there was anything to save

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints import NOT_IN_CONTRACT, by_step
+from checkpoints import NOT_IN_CONTRACT, by_step, sync
 from config import Config, ConfigError
 
 OPTIONS = "options.json"
@@ -43,6 +44,7 @@ class RunFolder:
         self.path = path
         self._config = config
         self._lock = threading.Lock()
+        self._early: list[str] | None = []  # guarded by _lock; metrics until the run's file of them begins
         options = path / OPTIONS
         may_change = NOT_IN_CONTRACT if start == "resume" else frozenset()
         try:
@@ -60,7 +62,7 @@ class RunFolder:
                         f"run folder {path} holds a run with another configuration ({', '.join(changed)} differ): "
                         "name another folder with --run, or delete this one"
                     )
-            elif any(not _is_leftover(entry) for entry in path.iterdir()):
+            elif any(not is_leftover(entry) for entry in path.iterdir()):
                 raise ConfigError(f"run folder {path} is not empty and holds no run: name another folder with --run")
             if start == "fresh" and (saved := by_step(path / CHECKPOINTS)):
                 raise ConfigError(
@@ -74,8 +76,9 @@ class RunFolder:
             raise ConfigError(f"run folder {path} cannot be used: {error}") from error
 
     def begin(self) -> None:
-        """Start the metrics anew."""
+        """Start the metrics anew; until then or until `resume`, those of the run before stay, and new ones wait."""
         (self.path / METRICS).write_text("")
+        self._append_early()
 
     def resume(self, step: int, seconds: float) -> None:
         """Keep the metrics of ``step`` steps and ``seconds`` of training; lines after them are of work that was not saved."""
@@ -85,13 +88,23 @@ class RunFolder:
                 return bool(line["step"] < step)
             return bool(line["kind"] != "thread" or line["seconds"] <= seconds)
 
+        kept = list(filter(saved, self._lines()))
+        last = {line["thread"]: line["state"] for line in kept if line["kind"] == "thread"}
+        kept.append({"kind": "resume", "step": step})
+        kept += [
+            {"kind": "thread", "seconds": seconds, "thread": thread, "state": "done"}
+            for thread, state in last.items()
+            if state != "done"  # there may be fewer threads now
+        ]
         new = _beside(self.path / METRICS)
-        new.write_text("".join(json.dumps(line) + "\n" for line in filter(saved, self._lines())))
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
         new.replace(self.path / METRICS)
-        self.metric("resume", step=step)
-        last = {line["thread"]: line["state"] for line in self.metrics("thread")}
-        for thread in (name for name, state in last.items() if state != "done"):
-            self.metric("thread", seconds=seconds, thread=thread, state="done")  # there may be fewer threads now
+        self._append_early()
+
+    def _append_early(self) -> None:
+        with self._lock, (self.path / METRICS).open("a") as file:
+            file.writelines(self._early or ())
+            self._early = None
 
     def sync_metrics(self) -> None:
         """Wait until all metrics are on the disk."""
@@ -99,10 +112,14 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def metric(self, kind: str, **values: Any) -> None:
-        """Append a line to the metrics; any thread may."""
+        """Append a line to the metrics; any thread may. Before `begin` or `resume` it waits for that."""
         line = json.dumps({"kind": kind, **values}) + "\n"
-        with self._lock, (self.path / METRICS).open("a") as file:
-            file.write(line)
+        with self._lock:
+            if self._early is not None:
+                self._early.append(line)
+                return
+            with (self.path / METRICS).open("a") as file:
+                file.write(line)
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Return the metrics of one kind."""
@@ -123,16 +140,21 @@ class RunFolder:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write or replace a JSON file as a whole: whoever reads it sees the old content or the new."""
+    """Write or replace a JSON file as a whole: whoever reads it sees the old content or the new, after a power cut, too."""
     new = _beside(path)
     new.write_text(json.dumps(content, indent=2) + "\n")
+    sync(new)
     new.replace(path)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write or replace a safetensors file as a whole, with ``metadata`` in its header."""
+    """Write or replace a safetensors file as `write_json` does, with ``metadata`` in its header; whom the umask lets may read it."""
     new = _beside(path)
+    new.touch()
+    mode = new.stat().st_mode
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, new, metadata)
+    new.chmod(stat.S_IMODE(mode))  # safetensors lets its owner alone read a file, which a server may not be
+    sync(new)
     new.replace(path)
 
 
@@ -141,5 +163,6 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.new")
 
 
-def _is_leftover(entry: Path) -> bool:
+def is_leftover(entry: Path) -> bool:
+    """Tell whether a file is what a killed process left of one that it had not written as a whole."""
     return entry.name.startswith(".") and entry.name.endswith(".new")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -204,10 +205,9 @@ def fill(
     try:
         for index, target in enumerate(targets):
             crew.start(f"target-{index}", partial(make, target))
-        crew.wait(tick)
+        crew.join(tick=tick)
     finally:
-        crew.end()
-    crew.check()
+        over.set()  # an interrupt between two starts leaves no thread that goes on
 
 
 class GradientExchange:
@@ -258,7 +258,6 @@ class Replica:
         self.drafter = drafter
         self.step = 0
         self.losses: list[float] = []
-        self.waiting_seconds = 0.0
         self._within_update = False
         self._mask_id = mask_id
         self._vocabulary = vocabulary
@@ -284,14 +283,17 @@ class Replica:
         report: Callable[[int, float], None],
         monitor: Monitor,
     ) -> None:
-        """Be a drafter thread: take work in order, train on it step by step together with the other replicas."""
+        """Be a drafter thread: take work in order, train on it step by step together with the other replicas.
+
+        Raises:
+            FloatingPointError: if training has diverged; the weights are then not `whole`.
+            Stopped: if the run is over.
+        """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while self.step < self.config.steps:
             monitor.now("waits for work")
-            asked = time.monotonic()
             work = queue.get()
-            self.waiting_seconds += time.monotonic() - asked
             # After a resume, the first batch of work may have some of its steps behind it.
             end = (self.step // self.config.uses + 1) * self.config.uses
             for step in range(self.step, min(end, self.config.steps)):
@@ -311,8 +313,14 @@ class Replica:
             self._within_update = False  # no weight has changed
             raise
         monitor.now("trains")
-        self._optimizers.step()
-        value = loss.item()  # waits for the device: the update is complete
+        norm = self._optimizers.step()
+        value, size = torch.stack((loss, norm)).tolist()  # waits for the device: the update is complete
+        # Not the loss alone: one replica's gradient spoils the weights of all. Raised inside the update, so that none is saved.
+        if not (math.isfinite(value) and math.isfinite(size)):
+            raise FloatingPointError(
+                f"training diverged at step {self.step}: its loss is {value:g} and the norm of its gradient {size:g}; weights of "
+                "this step are not saved: begin again in another --run folder with a lower lr or muon_lr, or a longer warmup_ratio"
+            )
         self.step += 1
         self.losses.append(value)
         self._within_update = False
@@ -539,7 +547,8 @@ class Training:
 def compiles_of_one_thread(config: Config, source: Source, target: Target, cache: Cache | None = None) -> int:
     """Return how many graphs this thread alone compiles, from nothing, for two steps of all replicas, the shapes of a whole run.
 
-    All compiled code of the process is thrown away first. One batch of work serves all replicas.
+    All compiled code of the process is thrown away first. One batch of work serves all replicas. Comparable with the threads'
+    number only where those are on one device: on several, each compiles for itself.
     """
     torch.compiler.reset()
     before = statistics().compiled
@@ -549,7 +558,8 @@ def compiles_of_one_thread(config: Config, source: Source, target: Target, cache
         drafter = new_drafter(config, target.shape, len(target.taps), target.device)
         replica = Replica(config, index, drafter, vocabulary, target.language.mask_id)
         for step in range(2):
-            replica.loss(work, step).backward()
+            replica.make_step(work, step)
+        del drafter, replica  # before the next one takes as much memory for weights, gradients and optimizer
     return statistics().compiled - before
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("matplotlib", reason="the example's plots")
 import cache
 import demo
 import train
+from checkpoints import Checkpoints, Snapshot
 from config import Config, ConfigError
 from pipeline import WorkerError
 from target import Features, Target
@@ -92,7 +93,7 @@ def test_what_is_read_is_what_the_target_made(config: Config, targets: list[Targ
 
 
 def test_bfloat16_comes_back_as_it_was(tmp_path: Path) -> None:
-    store = cache.Cache(tmp_path, 1)
+    store = cache.Cache(tmp_path, 1, {})
     features = Features(torch.randn(1, 3, 8).bfloat16(), torch.randn(1, 3, 4).bfloat16())
     store.write(0, torch.tensor([[1, 2, 3]]), torch.tensor([[False, True, True]]), features)
     read = store.read(0)
@@ -239,3 +240,48 @@ def test_the_program_makes_a_cache_and_says_how_to_use_it(
     prepared = demo.prepare(command.config, command.run)
     assert prepared.cache is not None
     assert prepared.cache.works == 2
+    assert prepared.checkpoints._contract["cache"] == {"works": 2, "seed": 0, "drafters": 1}
+
+
+def test_a_run_goes_on_with_a_copy_of_its_cache_and_with_no_other(
+    config: Config, targets: list[Target], made: Path, tmp_path: Path
+) -> None:
+    """Of the same target, text and options, all of which a run may share with caches of other draws."""
+    stored = cache.open_complete(made, config, TEXT, TAPS)
+    on_cache = replace(config, cache=made)
+    Checkpoints(tmp_path / "saved", on_cache, TEXT, stored.drawn).save(Snapshot(3, {}, {}), 0.0)
+
+    def resumed(folder: Path | None) -> int:
+        here = replace(config, cache=folder)
+        drawn = cache.open_complete(folder, here, TEXT, TAPS).drawn if folder else None
+        checkpoint = Checkpoints(tmp_path / "saved", here, TEXT, drawn).resumable()
+        assert checkpoint is not None
+        return checkpoint.step
+
+    assert resumed(made) == resumed(copied(made, tmp_path / "moved")) == 3
+    others = {"seed": replace(config, seed=1), "works": replace(config, steps=8)}
+    others["drafters"] = replace(config, drafters=3, steps=4)  # as many batches of work
+    for name, drawn_otherwise in others.items():
+        folder = tmp_path / name
+        train.fill(drawn_otherwise, TEXT, targets, cache.begin(folder, drawn_otherwise, TEXT, TAPS, TOKEN_BYTES))
+        with pytest.raises(ConfigError, match=rf"the cache was drawn by .*'{name}': \d.* there and by .* here: make"):
+            resumed(folder)
+    with pytest.raises(ConfigError, match=r"the cache was drawn by .* there and by None here"):
+        resumed(None)
+
+
+def test_what_killed_processes_left_is_removed_when_making_goes_on(config: Config, made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path / "features")
+    whole = sorted(path.name for path in folder.iterdir())
+    left = (".work-00000003.safetensors.17-18.new", ".index.json.17-18.new", ".tmpu7Ymdk")
+    for name in left:
+        (folder / name).write_bytes(b"half")
+    cache.open_complete(folder, config, TEXT, TAPS)  # reads only
+    with pytest.raises(ConfigError, match="seed is"):
+        cache.begin(folder, replace(config, seed=1), TEXT, TAPS, TOKEN_BYTES)
+    assert len(list(folder.iterdir())) == len(whole) + len(left)
+    cache.begin(folder, config, TEXT, TAPS, TOKEN_BYTES)
+    assert sorted(path.name for path in folder.iterdir()) == whole
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".index.json.17-18.new").write_text("{")
+    assert len(cache.begin(tmp_path / "new", config, TEXT, TAPS, TOKEN_BYTES).missing()) == 6

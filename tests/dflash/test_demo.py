@@ -12,6 +12,7 @@ pytest.importorskip("rich", reason="the example's display")
 pytest.importorskip("matplotlib", reason="the example's plots")
 
 import demo
+from checkpoints import Snapshot, by_step
 from tests.dflash.conftest import EXAMPLE
 from tests.helpers.subprocess_run import run_forked
 
@@ -147,6 +148,9 @@ def steps_and_losses():
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line["loss"]) for line in lines if line["kind"] == "step"]
 
+def newest():
+    return max((step for step, _ in by_step(run / "checkpoints")), default=0)
+
 def resume(steps):
     global moment
     moment = None
@@ -186,10 +190,11 @@ moments = sorted(rng.sample(range(1, total * 9 // 10), 10))
 for moment in moments:
     (run / "drafter" / "model.safetensors").unlink()
     end = rng.choice([signal.SIGINT, signal.SIGTERM])
+    before = newest()
     code, summary = go("--restart")
     assert code == 128 + end and summary["status"] == "interrupted", (moment, code, summary)
     steps = summary.get("training", {}).get("steps", 0)
-    assert steps == max((step for step, _ in by_step(run / "checkpoints")), default=0), (moment, steps)
+    assert newest() == (steps if "training" in summary else before), (moment, steps)  # those of before stay until it trains
     saved = export.load(run / "drafter", torch.device("cpu")).step if (run / "drafter/model.safetensors").exists() else 0
     assert saved >= steps, (moment, saved, steps)
     print("interrupted at", moment, "of", total, "after", saved, "steps", flush=True)
@@ -227,6 +232,27 @@ def test_ctrl_c_at_ten_random_moments_and_faults_end_the_program_and_lose_nothin
     assert {"options.json", "metrics.jsonl", "summary.json", "evaluation.json", "loss.png"} <= set(files)
     assert {"drafter", "checkpoints"} <= set(files)
     assert "thread 'drafter-1' failed: ArithmeticError: injected" in result.stderr
+
+
+def test_a_restart_that_fails_before_it_trains_deletes_nothing(
+    tiny_target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    given = arguments(tiny_target, text, run)
+    prepared = demo.prepare(demo.command_line(given).config, run)
+    prepared.checkpoints.save(Snapshot(3, {}, {}), 0.0)
+    before = '{"kind": "step", "step": 0, "loss": 5.0}\n'
+    (run / "metrics.jsonl").write_text(before)
+
+    def out_of_memory(*given: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("train.Training", out_of_memory)
+    with pytest.raises(MemoryError):
+        demo.main([*given, "--restart"])
+    assert json.loads((run / "summary.json").read_text())["status"] == "failed"
+    assert [step for step, _ in by_step(run / "checkpoints")] == [3]
+    assert (run / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

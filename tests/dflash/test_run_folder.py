@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("transformers", reason="its version is in the checkpoints")
 
 from checkpoints import Checkpoints, Snapshot
 from config import Config, ConfigError
-from run_folder import RunFolder
+from run_folder import RunFolder, write_json, write_tensors
 
 
 def test_the_same_configuration_may_run_again(tmp_path: Path) -> None:
@@ -83,6 +84,25 @@ def test_a_resume_keeps_the_metrics_of_what_was_saved(tmp_path: Path) -> None:
     assert folder.metrics("resume") == [{"step": 4}]
 
 
+def test_metrics_wait_until_those_of_the_run_before_are_dropped_or_gone_on_with(tmp_path: Path) -> None:
+    before = RunFolder(tmp_path, Config())
+    before.begin()
+    before.metric("step", step=0, loss=5.0)
+    folder = RunFolder(tmp_path, Config(), "resume")
+    folder.metric("stage", stage="load", seconds=1.0)
+    assert folder.metrics("step") == [{"step": 0, "loss": 5.0}]
+    assert folder.metrics("stage") == []
+    folder.resume(1, 1.0)
+    assert folder.metrics("stage") == [{"stage": "load", "seconds": 1.0}]
+    folder.metric("stage", stage="references", seconds=2.0)
+    assert [line["kind"] for line in folder._lines()] == ["step", "resume", "stage", "stage"]
+    folder = RunFolder(tmp_path, Config(), "restart")
+    folder.metric("stage", stage="load", seconds=3.0)
+    assert folder.metrics("step") == [{"step": 0, "loss": 5.0}]
+    folder.begin()
+    assert folder._lines() == [{"kind": "stage", "stage": "load", "seconds": 3.0}]
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="not empty"):
@@ -90,6 +110,40 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         RunFolder(tmp_path / "thesis.txt", Config())
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_file_has_its_content_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a power cut could leave the name and no content, in place of the file that was there."""
+    path, synced, renamed = tmp_path / "file", list[int](), list[int]()
+    fsync, replaced = os.fsync, Path.replace
+
+    def noting_sync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def noting_replace(self: Path, target: Path) -> Path:
+        renamed.append(self.stat().st_ino)
+        return replaced(self, target)
+
+    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(Path, "replace", noting_replace)
+    write_json(path, {})
+    write_tensors(path, {"a": torch.ones(2)}, {})
+    assert synced == renamed
+    assert len(renamed) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_tensors_may_be_read_by_whom_the_umask_lets(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "file", {"a": torch.ones(2)}, {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
 def test_metrics_of_all_threads_are_whole_lines_of_their_kind(tmp_path: Path) -> None:

@@ -122,13 +122,14 @@ def test_acceptance_length_counts_the_targets_own_token() -> None:
 def test_everything_reported_follows_from_the_accepts_of_each_cycle() -> None:
     straight, looping = Reference(PROMPT, list(range(128))), Reference(PROMPT, [7] * 128)
     decoded = [Decoded(straight.tokens, [0, 1, 2], 4, 3), Decoded(looping.tokens, [3, 3], 3, 2)]
-    measured = json.loads(json.dumps(raw({"some": Evaluation([straight, looping], decoded, 1.0)})))
+    measured = json.loads(json.dumps(raw({"some": Evaluation([straight, looping], decoded, 1.0, [0.0, 0.5])})))
     summary = summarize(measured, 3)
     some = summary["drafters"]["some"]
     assert (some["tau"], some["tau_not_looping"]) == (3.0, 2.0)
     assert some["acceptance_by_position"] == [4 / 5, 3 / 5, 2 / 5]
     assert some["acceptance_by_position_not_looping"] == [2 / 3, 1 / 3, 0]
     assert (some["identical"], some["target_forwards"], some["drafter_forwards"]) == (2, 7, 5)
+    assert some["largest_regret"] == 0.5
     assert (summary["references"], summary["not_looping"], summary["valid"]) == (2, 1, False)
 
 
@@ -136,7 +137,7 @@ def test_everything_reported_follows_from_the_accepts_of_each_cycle() -> None:
 def test_with_fewer_than_8_references_that_do_not_loop_the_evaluation_is_not_valid(straight: int, valid: bool) -> None:
     references = [Reference(PROMPT, list(range(128)))] * straight + [Reference(PROMPT, [7] * 128)] * 8
     decoded = [Decoded(r.tokens, [0], 2, 1) for r in references]
-    assert summarize(raw({"some": Evaluation(references, decoded, 1.0)}), 3)["valid"] is valid
+    assert summarize(raw({"some": Evaluation(references, decoded, 1.0, [0.0] * len(decoded))}), 3)["valid"] is valid
 
 
 def test_references_are_the_targets_own_decoding_of_held_out_text(

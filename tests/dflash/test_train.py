@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
+import optimizer
 import train
 from config import Config
 from pipeline import WorkerError
@@ -150,6 +153,17 @@ def test_all_threads_compile_the_graphs_that_one_thread_does(tiny_target: Path) 
     assert training.compiled == train.compiles_of_one_thread(CONFIG, TEXT, target) == 3
 
 
+def test_the_graph_of_a_compiled_optimizer_is_counted_on_both_sides(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the optimizer's step is compiled."""
+    monkeypatch.setattr(torch.optim, "AdamW", optimizer.CompiledAdamW)
+    (target,) = targets(tiny_target, 1)
+    torch.compiler.reset()
+    training = run(tiny_target, 5, replace(CONFIG, steps=2))
+    assert training.compiled == train.compiles_of_one_thread(CONFIG, TEXT, target) == 4
+
+
 def breaking(worker: str, call: int, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``original`` with a fault in the worker's call of that number."""
     calls = itertools.count()
@@ -201,6 +215,37 @@ def test_a_fault_in_any_part_of_a_step_ends_training(
         train.Training(CONFIG, TEXT, targets(tiny_target, 5)).run(
             fail if during == "report" else lambda step, loss: None
         )
+
+
+@pytest.mark.usefixtures("threads_end")
+@pytest.mark.parametrize(
+    ("spoil", "says", "whole"),
+    [
+        # Its gradient is in all replicas' mean, though the losses of the others are numbers.
+        (lambda loss: loss * math.nan, "the norm of its gradient nan", [False, False, False]),
+        (lambda loss: loss + math.inf, "its loss is inf", [True, False, True]),
+    ],
+)
+def test_training_that_diverges_ends_before_anything_of_it_can_be_saved(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor], Tensor], says: str, whole: list[bool]
+) -> None:
+    original, calls, steps = train.Replica.loss, itertools.count(), list[int]()
+
+    def loss(self: train.Replica, work: train.Work, step: int) -> Tensor:
+        value = original(self, work, step)
+        return spoil(value) if self.index == 1 and next(calls) == 3 else value
+
+    monkeypatch.setattr(train.Replica, "loss", loss)
+    training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
+    with pytest.raises(WorkerError, match=f"FloatingPointError: training diverged at step 3: .*{says}"):
+        training.run(lambda step, loss: steps.append(step))
+    assert [replica.whole for replica in training.replicas] == whole
+    assert [replica.step for replica in training.replicas] == [3 + w for w in whole]
+    assert steps == list(range(3 + whole[0]))
+    replica = training.at_rest()
+    assert (replica is not None) is any(whole)
+    if replica is not None:
+        assert all(p.isfinite().all() for p in replica.drafter.parameters())
 
 
 @pytest.mark.usefixtures("threads_end")

@@ -1,0 +1,99 @@
+"""What the program checks at its end holds on GPUs and for targets in bfloat16, too, and fails where it must."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the example's target is a transformers model")
+pytest.importorskip("rich", reason="the example's display")
+pytest.importorskip("matplotlib", reason="the example's plots")
+
+import demo
+import evaluate
+from config import Config
+from evaluate import Reference
+from speculative import NGramProposer, greedy
+from target import Target
+
+COMPILES = "the threads compiled another number of graphs than one thread does"
+
+
+def run(config: Config, **parts: dict[str, Any]) -> demo.Run:
+    """Return a run that has come to its checks, and passes them all but for what ``parts`` of its summary say."""
+    made = object.__new__(demo.Run)
+    made.config, made._cache = config, None
+    made._train_on = torch.zeros(0)
+    drafter = {"identical": 2, "largest_regret": 0.0}
+    drafters = {
+        name: drafter | {"tau_not_looping": tau} for name, tau in (("untrained", 1), ("n-gram", 2), ("trained", 4))
+    }
+    made.summary = {
+        "training": {"loss_first_tenth": 5.0, "loss_last_tenth": 1.0, "largest_difference_between_replicas": 0.0},
+        "graphs": {"compiled_by_all_threads": 3, "compiled_by_one_thread": 3} | parts.get("graphs", {}),
+        "evaluation": {"references": 2, "valid": True, "drafters": drafters | parts.get("drafters", {})},
+    }
+    return made
+
+
+def failures(made: demo.Run) -> list[str]:
+    return [failure for failure, passed in made._checks().items() if not passed]
+
+
+@pytest.mark.parametrize(("alone", "failed"), [(3, []), (4, [COMPILES]), (0, [COMPILES]), (None, [])])
+def test_graphs_are_compared_with_those_of_one_thread_if_there_are_any(alone: int | None, failed: list[str]) -> None:
+    assert failures(run(Config(), graphs={"compiled_by_one_thread": alone})) == failed
+
+
+@pytest.mark.parametrize(
+    ("devices", "losses", "expected"),
+    [
+        (("cuda:0", "cuda:0"), [5.0], 3),
+        (("cuda:0", "cuda:1"), [5.0], None),  # each function is compiled once for each of them
+        (("cpu", "cuda:0"), [5.0], None),
+        (("cpu", "cpu"), [], 0),
+    ],
+)
+def test_graphs_are_counted_alone_only_where_all_threads_are_on_one_device(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], losses: list[float], expected: int | None
+) -> None:
+    monkeypatch.setattr(Config, "devices", lambda self: [torch.device(name) for name in devices])
+    monkeypatch.setattr("train.compiles_of_one_thread", lambda *given: 3)
+    training, target = cast("Any", SimpleNamespace(losses=losses)), cast("Any", None)
+    assert run(Config())._compiled_by_one_thread(training, target) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "identical", "regret", "passes"),
+    [
+        ("float32", 2, 0.0, True),
+        ("float32", 1, 0.0, False),
+        ("float32", 1, 0.1, False),
+        ("bfloat16", 1, 0.0, True),
+        ("bfloat16", 1, evaluate.NEAR_TIE, True),
+        ("bfloat16", 1, 1.1 * evaluate.NEAR_TIE, False),
+        ("bfloat16", 1, float("nan"), False),
+    ],
+)
+def test_a_target_in_bfloat16_may_decide_near_ties_otherwise_and_nothing_else(
+    dtype: Any, identical: int, regret: float, passes: bool
+) -> None:
+    drafter = {"identical": identical, "largest_regret": regret, "tau_not_looping": 4}
+    made = run(Config(target_dtype=dtype), drafters={"trained": drafter})
+    assert failures(made) == ([] if passes else ["output differs from the target's own"])
+
+
+def test_the_regret_of_a_response_that_is_another_one_is_measured(tiny_target: Path) -> None:
+    target = Target(tiny_target, (0, 2, 3), torch.device("cpu"))
+    prompt = torch.arange(2, 14)
+    tokens = greedy(target, prompt, 8)
+    against = [Reference(prompt, tokens), Reference(prompt, [*tokens[:7], (tokens[7] + 1) % 256])]
+    same, other = evaluate.evaluate(Config(eval_new_tokens=8), target, lambda: NGramProposer(3), against).regrets
+    assert same == 0.0
+    assert 0.0 <= other < 1e-4  # what was decoded is the target's own; the reference is not
+    wrong = SimpleNamespace(tokens=against[1].tokens)
+    assert evaluate.regrets(target, against[:1], [cast("Any", wrong)])[0] > 1e-3
