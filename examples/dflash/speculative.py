@@ -124,7 +124,8 @@ class Decoded:
 
     Attributes:
         tokens: the new tokens.
-        accepted: for each cycle, how many drafted tokens the target agreed with.
+        accepted: for each cycle, one less than the tokens it added: how many drafts the target agreed with, without those past the
+            end of the response, which are thrown away.
         target_passes, draft_passes: forward passes counted where they are made, the prompt's included.
     """
 
@@ -192,13 +193,14 @@ def speculate(
         agreed = int((drafts == chosen[:-1]).cumprod(0).sum())
         fresh = [*drafts[:agreed].tolist(), int(chosen[agreed])]
         end = next((i for i, token in enumerate(fresh) if token in target.language.eos_ids), len(fresh))
-        tokens += fresh[: end + 1]
-        accepted.append(agreed)
+        kept = fresh[: end + 1][: new_tokens - len(tokens)]
+        tokens += kept
+        accepted.append(len(kept) - 1)
         # The refused drafts leave the cache; crop() takes the number to remove as a negative, and 0 would be no number.
         if refused := len(drafts) - agreed:
             cache.crop(-refused)
         tapped = features.tapped[:, : agreed + 1]
-    return Decoded(tokens[:new_tokens], accepted, target.passes - target_passes, proposer.passes - draft_passes)
+    return Decoded(tokens, accepted, target.passes - target_passes, proposer.passes - draft_passes)
 
 
 @torch.no_grad()
