@@ -199,6 +199,11 @@ class Config:
         """
         if self.batch > self.sequences:
             raise ConfigError(f"batch is {self.batch}, but one batch of work holds only {self.sequences} sequences")
+        if self.uses * self.batch < self.sequences:
+            raise ConfigError(
+                f"uses times batch is {self.uses * self.batch}, so that some of the {self.sequences} sequences of a batch of work "
+                "would never be trained on: lower sequences, or raise uses or batch"
+            )
         if self.anchors % self.chunk_blocks:
             raise ConfigError(
                 f"chunk_blocks ({self.chunk_blocks}) must divide anchors ({self.anchors}), "

@@ -24,6 +24,8 @@ def test_the_defaults_are_valid() -> None:
         {"block_size": 1},
         {"response_length": 1},
         {"batch": 17},
+        {"uses": 3},
+        {"sequences": 81},
         {"chunk_blocks": 7},
         {"gradient": "kept"},
         {"kl_weight": 1.5},
@@ -53,6 +55,11 @@ def test_the_defaults_are_valid() -> None:
 def test_what_cannot_work_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         replace(Config(), **change).validate()
+
+
+def test_a_batch_of_work_is_used_up_by_the_steps_made_with_it() -> None:
+    replace(Config(), uses=4).validate()
+    replace(Config(), sequences=80).validate()
 
 
 def test_threads_wrap_around_onto_the_devices_there_are() -> None:
