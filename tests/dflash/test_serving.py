@@ -384,3 +384,14 @@ def test_without_a_target_nothing_is_written(tmp_path: Path, folder: Path, capsy
     assert not (tmp_path / "out").exists()
     assert export.main(["--run", str(folder), "--to", str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("kinds", ["full"])
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_with_a_device_that_is_not_there_nothing_is_written(
+    tmp_path: Path, folder: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    line = ["--run", str(folder), "--to", str(tmp_path / "out"), "--check", "--target", str(tiny_target)]
+    assert export.main([*line, "--device", device]) == 2
+    assert f"{device!r} does not exist here" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
