@@ -30,7 +30,7 @@ from config import Config, ConfigError
 from drafter import Drafter
 from run_folder import DRAFTER, OPTIONS, write_json, write_tensors
 from speculative import DFlashProposer
-from target import Target
+from target import Target, language_of, read_config
 
 CONFIG, WEIGHTS = serving.CONFIG, serving.WEIGHTS
 
@@ -258,6 +258,21 @@ def _target_folder(run: Path) -> Path:
         raise ConfigError(f"run folder {run} names no target: name it with --target") from error
 
 
+def _target(folder: Path, served: serving.Served, device: torch.device, *, trust_remote_code: bool) -> Target:
+    """Load a drafter's target in its own precision: with the drafter's mask token, which need not be the tokenizer's."""
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    language = language_of(folder, config, mask_id=served.mask_id, trust_remote_code=trust_remote_code)
+    dtype = getattr(config, "dtype", None)
+    return Target(
+        folder,
+        served.taps,
+        device,
+        trust_remote_code=trust_remote_code,
+        language=language,
+        dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32,
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
     options = _options(arguments)
@@ -272,7 +287,7 @@ def main(arguments: list[str]) -> int:
         weights = sum(torch.Size(shape).numel() for shape in serving.weight_shapes(served).values())
         print(f"{options.to}: {weights / 1e6:.2f} million weights in {options.dtype}, blocks of {served.block_size}")
         if target_folder is not None:
-            target = Target(target_folder, served.taps, device, trust_remote_code=options.trust_remote_code)
+            target = _target(target_folder, served, device, trust_remote_code=options.trust_remote_code)
             same = check(options.to, target, load(source, device).drafter, served.block_size)
             print(f"checked; {same:.1%} of its drafts are those of the run's own weights, without rounding")
     except ConfigError as error:
