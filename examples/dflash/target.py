@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PretrainedConfig,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import data
@@ -154,22 +162,23 @@ def language_of(
     """Return the language of the target in ``folder``: its tokenizer's, or bytes if it has no tokenizer.
 
     With a tokenizer, the mask token is ``mask_id``, or its own, or the first id past the tokenizer, which embeddings padded to a
-    round size have room for (published drafters of Qwen3 do the same).
+    round size have room for (published drafters of Qwen3 do the same). A text ends with any id that the configuration, the settings
+    for generation or the tokenizer name: chat models often have the end of a turn in one of them only.
 
     Raises:
-        ConfigError: if there is no room for the mask token, or no tokenizer and too few ids for bytes.
+        ConfigError: if the settings for generation cannot be read, there is no room for the mask token, or no tokenizer and too few ids for bytes.
     """
     if mask_id is not None and mask_id >= config.vocab_size:
         raise ConfigError(f"mask_token_id is {mask_id}, but the target's ids end at {config.vocab_size - 1}")
-    eos = getattr(config, "eos_token_id", None)
-    eos_ids = tuple(sorted(eos)) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    named = [getattr(config, "eos_token_id", None), _generation_eos(folder)]
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         if config.vocab_size < data.VOCAB_SIZE:
             raise ConfigError(
                 f"target is {folder}: without a tokenizer a byte is a token, which takes {data.VOCAB_SIZE} ids, "
                 f"but the model has {config.vocab_size}"
             )
-        return Language(data.encode, eos_ids, data.MASK_ID if mask_id is None else mask_id, config.vocab_size)
+        mask_id = data.MASK_ID if mask_id is None else mask_id
+        return Language(data.encode, _eos_ids(named), mask_id, config.vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
     def encode(text: bytes) -> Tensor:
@@ -182,7 +191,26 @@ def language_of(
         raise ConfigError(
             f"target is {folder}: all {config.vocab_size} ids are taken, there is none for the mask token"
         )
-    return Language(encode, eos_ids, mask_id, config.vocab_size, tokenizer)
+    named.append(tokenizer.eos_token_id)
+    return Language(encode, _eos_ids(named), mask_id, config.vocab_size, tokenizer)
+
+
+def _generation_eos(folder: Path) -> Any:
+    """Return the end of text that the target's settings for generation name, or None."""
+    if not (folder / GENERATION_CONFIG_NAME).exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target is {folder}, and its {GENERATION_CONFIG_NAME} cannot be read: {error}") from error
+
+
+def _eos_ids(named: list[Any]) -> tuple[int, ...]:
+    """Return all ids of several places, each of which names none, one or a list, in ascending order."""
+    found: set[int] = set()
+    for ids in named:
+        found.update(ids if isinstance(ids, list) else () if ids is None else (ids,))
+    return tuple(sorted(found))
 
 
 def _nothing() -> None:
