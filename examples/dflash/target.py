@@ -217,6 +217,17 @@ def _nothing() -> None:
     pass
 
 
+_PROBE = 8
+"""Tokens that a target is tried with."""
+
+
+def _differ(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return whether the distance is more than a share of the size: ``tolerance``, or what rounding makes of it in low precision."""
+    tolerance = max(tolerance, 4 * torch.finfo(found.dtype).eps)
+    expected = expected.float()
+    return bool((found.float() - expected).norm() > tolerance * expected.norm())
+
+
 class Target:
     """A frozen causal language model of the Hugging Face kind, in evaluation mode, used by one thread at a time.
 
@@ -245,7 +256,8 @@ class Target:
             dtype: precision of weights and features.
 
         Raises:
-            ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind.
+            ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind, such as one that does more than
+                multiply by a matrix to get its logits.
         """
         config = read_config(folder, trust_remote_code=trust_remote_code)
         self.device = device
@@ -272,6 +284,7 @@ class Target:
         self._outputs: dict[int, Tensor] = {}
         for tap in self.taps:
             layers[tap].register_forward_hook(self._keeper(tap))
+        self._check_head(folder)
 
     def vocabulary(self, device: torch.device) -> Vocabulary:
         """Return the embedding and the head on ``device``, which the drafter shares (paper, section 4.2)."""
@@ -279,6 +292,21 @@ class Target:
         head = self.model.get_output_embeddings().weight
         copied = embedding.detach().to(device)
         return Vocabulary(copied, copied if head is embedding else head.detach().to(device))
+
+    @torch.no_grad()
+    def _check_head(self, folder: Path) -> None:
+        """Refuse a model whose logits are not those of its head alone, which are the drafter's, too, and the loss's."""
+        head = getattr(self.model.get_output_embeddings(), "weight", None)
+        if head is None:
+            raise ConfigError(f"target is {folder}: a {type(self.model).__name__} has no matrix as its head")
+        tokens = torch.arange(_PROBE, device=self.device).unsqueeze(0)
+        own = self.model(input_ids=tokens, use_cache=False).logits
+        if _differ(nn.functional.linear(self.forward(tokens).normed, head), own, 1e-5):
+            raise ConfigError(
+                f"target is {folder}: a {type(self.model).__name__} does more to its logits than its head's matrix does, such as a "
+                "bias, a scale or a soft cap, which the drafter's loss does not: take another target"
+            )
+        self.passes = 0
 
     # no_grad and not inference_mode: another thread saves these tensors for its backward, which inference tensors refuse.
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,23 @@ def test_another_end_of_text_is_another_target(tmp_path: Path) -> None:
     generation.unlink()
     found.add(checkpoints.target_fingerprint(tmp_path))
     assert len(found) == 4
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2", "Granite", "Phi"])
+def test_logits_that_are_not_the_heads_alone_are_refused(architecture: str, tmp_path: Path) -> None:
+    """Gemma2 has a soft cap, Granite a scale, Phi a bias."""
+    options: dict[str, dict[str, Any]] = {"Gemma2": {"head_dim": 8}, "Granite": {"logits_scaling": 8.0}, "Phi": {}}
+    model = tiny_model(architecture, vocab_size=258, **options[architecture])
+    if architecture == "Phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{architecture}ForCausalLM does more to its logits"):
+        Target(tmp_path, (0, 2), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_the_head_alone_are_taken_in_each_precision(dtype: torch.dtype, tiny_target: Path) -> None:
+    assert Target(tiny_target, (0, 2), CPU, dtype=dtype).passes == 0
 
 
 def test_code_that_comes_with_a_target_is_not_run_unless_asked(tmp_path: Path) -> None:
