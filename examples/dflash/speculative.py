@@ -7,6 +7,7 @@ distribution, this accepts as often as rejection sampling would (Leviathan et al
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -171,6 +172,9 @@ def speculate(
     to the first that the target would not have chosen itself; the target's choice there is the next anchor.
     A cycle yields what equation 1 of the paper counts.
 
+    Where the refused drafts cannot be taken out of the target's cache, a copy of it from before the block reads what was accepted once
+    more: a pass more in each cycle with a refusal, which is counted.
+
     Args:
         target: the target; its device is where everything happens.
         proposer: a fresh one for each request.
@@ -188,6 +192,7 @@ def speculate(
     while len(tokens) < new_tokens and not _ended(target, tokens):
         drafts = proposer.propose(known + tokens, tapped)
         block = torch.cat((drafts.new_tensor(tokens[-1:]), drafts))
+        before = None if target.croppable else copy.deepcopy(cache)
         features = target.forward(block.unsqueeze(0), cache)
         chosen = sampling.choose(target.logits(features.normed[0]), len(tokens))
         agreed = int((drafts == chosen[:-1]).cumprod(0).sum())
@@ -198,7 +203,11 @@ def speculate(
         accepted.append(len(kept) - 1)
         # The refused drafts leave the cache; crop() takes the number to remove as a negative, and 0 would be no number.
         if refused := len(drafts) - agreed:
-            cache.crop(-refused)
+            if before is None:
+                cache.crop(-refused)
+            else:
+                cache = before
+                target.forward(block[: agreed + 1].unsqueeze(0), cache)
         tapped = features.tapped[:, : agreed + 1]
     return Decoded(tokens, accepted, target.passes - target_passes, proposer.passes - draft_passes)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -18,6 +19,7 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
@@ -233,6 +235,7 @@ class Target:
 
     Attributes:
         passes: forward passes made so far.
+        croppable: whether the last tokens of its cache can be taken back.
     """
 
     def __init__(
@@ -284,7 +287,11 @@ class Target:
         self._outputs: dict[int, Tensor] = {}
         for tap in self.taps:
             layers[tap].register_forward_hook(self._keeper(tap))
+        # A recurrent state cannot be turned back, and a window has dropped what was before it.
+        self.croppable = all(type(layer) is DynamicLayer for layer in self.new_cache().layers)
         self._check_head(folder)
+        if not self.croppable:
+            self._check_cache(folder)
 
     def vocabulary(self, device: torch.device) -> Vocabulary:
         """Return the embedding and the head on ``device``, which the drafter shares (paper, section 4.2)."""
@@ -305,6 +312,21 @@ class Target:
             raise ConfigError(
                 f"target is {folder}: a {type(self.model).__name__} does more to its logits than its head's matrix does, such as a "
                 "bias, a scale or a soft cap, which the drafter's loss does not: take another target"
+            )
+        self.passes = 0
+
+    @torch.no_grad()
+    def _check_cache(self, folder: Path) -> None:
+        """Refuse a model that goes on from its cache one token at a time only: in some versions of transformers, recurrent layers do."""
+        tokens = torch.arange(_PROBE, device=self.device).unsqueeze(0)
+        whole = self.forward(tokens).normed[:, _PROBE // 2 :]
+        cache = self.new_cache()
+        first, second = tokens.chunk(2, dim=1)
+        self.forward(first, cache)
+        if _differ(self.forward(second, cache).normed, whole, 1e-3):
+            raise ConfigError(
+                f"target is {folder}: a {type(self.model).__name__} of transformers {transformers.__version__} does not read a block "
+                "after its cache as it reads the whole, so that drafts cannot be checked: take a newer transformers or another target"
             )
         self.passes = 0
 
