@@ -188,7 +188,8 @@ class Template:
                 before = self._render(record, messages[:turn], add_generation_prompt=True)
                 after = self._render(record, messages[: turn + 1])
                 if whole.startswith(before) and whole.startswith(after) and len(before) < len(after):
-                    supervised |= (starts >= len(before)) & (ends <= len(after)) & (starts < ends)
+                    # Some tokenizers leave spaces out of the offsets, so that a token of spaces is empty and stands at its end.
+                    supervised |= (starts >= len(before)) & (ends > len(before)) & (ends <= len(after))
         return torch.tensor(encoded["input_ids"], dtype=torch.int32), supervised
 
     def _after_the_end(self, tokens: Tensor, supervised: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import GENERATION_CONFIG_NAME
 
 import data
 from backend import BACKEND
@@ -119,14 +120,16 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def target_fingerprint(folder: Path) -> str:
-    """Return a hash of a target's configuration, its own code, and samples of its weights.
+    """Return a hash of a target's configuration, its settings for generation, its own code, and samples of its weights.
 
     64 pieces of 64 KiB, spread evenly over each weight file, and its size: another model and another fine-tune of the same
     one differ in most of them, while sizes and headers alone are those of every fine-tune. All the bytes of a large target
     would take a minute or more at every start.
     """
     found = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.py"), *folder.glob("*.safetensors")]):
+    # What ends an answer may stand in the settings for generation alone, which a target need not have.
+    several = (path for pattern in (GENERATION_CONFIG_NAME, "*.py", "*.safetensors") for path in folder.glob(pattern))
+    for path in sorted([folder / "config.json", *several]):
         size = path.stat().st_size
         found.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

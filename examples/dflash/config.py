@@ -199,6 +199,11 @@ class Config:
         """
         if self.batch > self.sequences:
             raise ConfigError(f"batch is {self.batch}, but one batch of work holds only {self.sequences} sequences")
+        if self.uses * self.batch < self.sequences:
+            raise ConfigError(
+                f"uses times batch is {self.uses * self.batch}, so that some of the {self.sequences} sequences of a batch of work "
+                "would never be trained on: lower sequences, or raise uses or batch"
+            )
         if self.anchors % self.chunk_blocks:
             raise ConfigError(
                 f"chunk_blocks ({self.chunk_blocks}) must divide anchors ({self.anchors}), "
@@ -208,6 +213,10 @@ class Config:
             raise ConfigError(f"layer_types names {len(self.layer_types)} layers, but layers is {self.layers}")
         if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
             raise ConfigError("layer_types has sliding layers, which need a sliding_window")
+        if self.sliding_window is not None and "sliding_attention" not in (self.layer_types or ()):
+            raise ConfigError(
+                f"sliding_window is {self.sliding_window}, but no layer slides: name sliding layers with layer_types"
+            )
         if self.packing and (self.data is None or self.answers != "data"):
             raise ConfigError("packing needs conversations with answers that are there: name data, and answers 'data'")
         if self.data is not None and self.text is not None:
@@ -228,7 +237,12 @@ class Config:
         """
         self.check_ranges()
         self.check_combinations()
-        self.devices(planned=planned)
+        kinds = {device.type for device in self.devices(planned=planned)[self.targets :]}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"device is {self.device!r}, which puts drafters onto {' and '.join(sorted(kinds))}: replicas stay equal in every "
+                "bit on one kind of device only"
+            )
         if not (self.target / "config.json").is_file():
             raise ConfigError(
                 f"target is {self.target}: no config.json there, it must be a Hugging Face model folder; name one with --target"
@@ -239,6 +253,23 @@ class Config:
             raise ConfigError(f"cache is {self.cache}, and that is no folder: make it with --make-cache {self.cache}")
         if self.data is not None and not self.data.is_file():
             raise ConfigError(f"data is {self.data}, and that is no file")
+
+    def check_positions(self, longest: int | None) -> None:
+        """Refuse sequences that are longer than the target was made for.
+
+        Args:
+            longest: positions of the target; None if it names no limit.
+
+        Raises:
+            ConfigError: with one sentence that says what to change.
+        """
+        for names in (("prompt_length", "response_length"), ("eval_prompt_length", "eval_new_tokens")):
+            length = sum(getattr(self, name) for name in names)
+            if longest is not None and length > longest:
+                raise ConfigError(
+                    f"{' + '.join(names)} is {length}, but the target has positions for {longest} tokens "
+                    "(max_position_embeddings): lower one of them"
+                )
 
     def devices(self, *, planned: bool = False) -> list[torch.device]:
         """Return the device of each thread, targets first; these logical devices wrap around onto those that are named.

@@ -200,6 +200,7 @@ def _checked(config: Config) -> tuple[tuple[int, ...], Language, Source, Source]
     """Check the options; return tapped layers, the target's language, what to train on and what to evaluate on."""
     config.validate()
     target = read_config(config.target, trust_remote_code=config.trust_remote_code)
+    config.check_positions(getattr(target, "max_position_embeddings", None))
     shape = shape_of(target)
     taps = choose_taps(config.taps, shape)
     train.drafter_shape(config, shape, len(taps))

@@ -74,6 +74,7 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
         ConfigError: if the target's configuration is none, or does not go with the options.
     """
     model_config = read_config(config.target, trust_remote_code=config.trust_remote_code)
+    config.check_positions(getattr(model_config, "max_position_embeddings", None))
     target = shape_of(model_config)
     taps = choose_taps(config.taps, target)
     shape = train.drafter_shape(config, target, len(taps))

@@ -26,11 +26,11 @@ from torch import Tensor
 import data
 import serving
 from attention import SLIDING
-from config import ConfigError
+from config import Config, ConfigError
 from drafter import Drafter
 from run_folder import DRAFTER, OPTIONS, write_json, write_tensors
 from speculative import DFlashProposer
-from target import Target
+from target import Target, language_of, read_config
 
 CONFIG, WEIGHTS = serving.CONFIG, serving.WEIGHTS
 
@@ -239,7 +239,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         "--check", action="store_true", help="compare its drafts with the run's, which loads the target"
     )
     parser.add_argument("--target", type=Path, help="Hugging Face folder of the target (the run's), for --check")
-    parser.add_argument("--device", default="cpu", help="where --check computes (%(default)s)")
+    parser.add_argument(
+        "--device", default="cpu", help="where --check computes: auto, cpu, or a GPU such as cuda:0 (%(default)s)"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     return parser.parse_args(arguments)
 
@@ -256,12 +258,28 @@ def _target_folder(run: Path) -> Path:
         raise ConfigError(f"run folder {run} names no target: name it with --target") from error
 
 
+def _target(folder: Path, served: serving.Served, device: torch.device, *, trust_remote_code: bool) -> Target:
+    """Load a drafter's target in its own precision: with the drafter's mask token, which need not be the tokenizer's."""
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    language = language_of(folder, config, mask_id=served.mask_id, trust_remote_code=trust_remote_code)
+    dtype = getattr(config, "dtype", None)
+    return Target(
+        folder,
+        served.taps,
+        device,
+        trust_remote_code=trust_remote_code,
+        language=language,
+        dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32,
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
     options = _options(arguments)
     source = options.run / DRAFTER if (options.run / DRAFTER).is_dir() else options.run
     try:
         # Before anything is written.
+        device = Config(device=options.device).devices()[0]
         target_folder = (options.target or _target_folder(options.run)) if options.check else None
         convert(source, options.to, DTYPES[options.dtype])
         served = serving.read(options.to)
@@ -269,8 +287,7 @@ def main(arguments: list[str]) -> int:
         weights = sum(torch.Size(shape).numel() for shape in serving.weight_shapes(served).values())
         print(f"{options.to}: {weights / 1e6:.2f} million weights in {options.dtype}, blocks of {served.block_size}")
         if target_folder is not None:
-            device = torch.device(options.device)
-            target = Target(target_folder, served.taps, device, trust_remote_code=options.trust_remote_code)
+            target = _target(target_folder, served, device, trust_remote_code=options.trust_remote_code)
             same = check(options.to, target, load(source, device).drafter, served.block_size)
             print(f"checked; {same:.1%} of its drafts are those of the run's own weights, without rounding")
     except ConfigError as error:

@@ -7,6 +7,7 @@ distribution, this accepts as often as rejection sampling would (Leviathan et al
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -124,7 +125,8 @@ class Decoded:
 
     Attributes:
         tokens: the new tokens.
-        accepted: for each cycle, how many drafted tokens the target agreed with.
+        accepted: for each cycle, one less than the tokens it added: how many drafts the target agreed with, without those past the
+            end of the response, which are thrown away.
         target_passes, draft_passes: forward passes counted where they are made, the prompt's included.
     """
 
@@ -170,6 +172,9 @@ def speculate(
     to the first that the target would not have chosen itself; the target's choice there is the next anchor.
     A cycle yields what equation 1 of the paper counts.
 
+    Where the refused drafts cannot be taken out of the target's cache, a copy of it from before the block reads what was accepted once
+    more: a pass more in each cycle with a refusal, which is counted.
+
     Args:
         target: the target; its device is where everything happens.
         proposer: a fresh one for each request.
@@ -187,18 +192,24 @@ def speculate(
     while len(tokens) < new_tokens and not _ended(target, tokens):
         drafts = proposer.propose(known + tokens, tapped)
         block = torch.cat((drafts.new_tensor(tokens[-1:]), drafts))
+        before = None if target.croppable else copy.deepcopy(cache)
         features = target.forward(block.unsqueeze(0), cache)
         chosen = sampling.choose(target.logits(features.normed[0]), len(tokens))
         agreed = int((drafts == chosen[:-1]).cumprod(0).sum())
         fresh = [*drafts[:agreed].tolist(), int(chosen[agreed])]
         end = next((i for i, token in enumerate(fresh) if token in target.language.eos_ids), len(fresh))
-        tokens += fresh[: end + 1]
-        accepted.append(agreed)
+        kept = fresh[: end + 1][: new_tokens - len(tokens)]
+        tokens += kept
+        accepted.append(len(kept) - 1)
         # The refused drafts leave the cache; crop() takes the number to remove as a negative, and 0 would be no number.
         if refused := len(drafts) - agreed:
-            cache.crop(-refused)
+            if before is None:
+                cache.crop(-refused)
+            else:
+                cache = before
+                target.forward(block[: agreed + 1].unsqueeze(0), cache)
         tapped = features.tapped[:, : agreed + 1]
-    return Decoded(tokens[:new_tokens], accepted, target.passes - target_passes, proposer.passes - draft_passes)
+    return Decoded(tokens, accepted, target.passes - target_passes, proposer.passes - draft_passes)
 
 
 @torch.no_grad()

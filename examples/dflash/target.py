@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PretrainedConfig,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import data
@@ -154,22 +164,23 @@ def language_of(
     """Return the language of the target in ``folder``: its tokenizer's, or bytes if it has no tokenizer.
 
     With a tokenizer, the mask token is ``mask_id``, or its own, or the first id past the tokenizer, which embeddings padded to a
-    round size have room for (published drafters of Qwen3 do the same).
+    round size have room for (published drafters of Qwen3 do the same). A text ends with any id that the configuration, the settings
+    for generation or the tokenizer name: chat models often have the end of a turn in one of them only.
 
     Raises:
-        ConfigError: if there is no room for the mask token, or no tokenizer and too few ids for bytes.
+        ConfigError: if the settings for generation cannot be read, there is no room for the mask token, or no tokenizer and too few ids for bytes.
     """
     if mask_id is not None and mask_id >= config.vocab_size:
         raise ConfigError(f"mask_token_id is {mask_id}, but the target's ids end at {config.vocab_size - 1}")
-    eos = getattr(config, "eos_token_id", None)
-    eos_ids = tuple(sorted(eos)) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    named = [getattr(config, "eos_token_id", None), _generation_eos(folder)]
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         if config.vocab_size < data.VOCAB_SIZE:
             raise ConfigError(
                 f"target is {folder}: without a tokenizer a byte is a token, which takes {data.VOCAB_SIZE} ids, "
                 f"but the model has {config.vocab_size}"
             )
-        return Language(data.encode, eos_ids, data.MASK_ID if mask_id is None else mask_id, config.vocab_size)
+        mask_id = data.MASK_ID if mask_id is None else mask_id
+        return Language(data.encode, _eos_ids(named), mask_id, config.vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
     def encode(text: bytes) -> Tensor:
@@ -182,11 +193,41 @@ def language_of(
         raise ConfigError(
             f"target is {folder}: all {config.vocab_size} ids are taken, there is none for the mask token"
         )
-    return Language(encode, eos_ids, mask_id, config.vocab_size, tokenizer)
+    named.append(tokenizer.eos_token_id)
+    return Language(encode, _eos_ids(named), mask_id, config.vocab_size, tokenizer)
+
+
+def _generation_eos(folder: Path) -> Any:
+    """Return the end of text that the target's settings for generation name, or None."""
+    if not (folder / GENERATION_CONFIG_NAME).exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target is {folder}, and its {GENERATION_CONFIG_NAME} cannot be read: {error}") from error
+
+
+def _eos_ids(named: list[Any]) -> tuple[int, ...]:
+    """Return all ids of several places, each of which names none, one or a list, in ascending order."""
+    found: set[int] = set()
+    for ids in named:
+        found.update(ids if isinstance(ids, list) else () if ids is None else (ids,))
+    return tuple(sorted(found))
 
 
 def _nothing() -> None:
     pass
+
+
+_PROBE = 8
+"""Tokens that a target is tried with."""
+
+
+def _differ(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return whether the distance is more than a share of the size: ``tolerance``, or what rounding makes of it in low precision."""
+    tolerance = max(tolerance, 4 * torch.finfo(found.dtype).eps)
+    expected = expected.float()
+    return bool((found.float() - expected).norm() > tolerance * expected.norm())
 
 
 class Target:
@@ -194,6 +235,7 @@ class Target:
 
     Attributes:
         passes: forward passes made so far.
+        croppable: whether the last tokens of its cache can be taken back.
     """
 
     def __init__(
@@ -217,7 +259,8 @@ class Target:
             dtype: precision of weights and features.
 
         Raises:
-            ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind.
+            ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind, such as one that does more than
+                multiply by a matrix to get its logits.
         """
         config = read_config(folder, trust_remote_code=trust_remote_code)
         self.device = device
@@ -244,6 +287,11 @@ class Target:
         self._outputs: dict[int, Tensor] = {}
         for tap in self.taps:
             layers[tap].register_forward_hook(self._keeper(tap))
+        # A recurrent state cannot be turned back, and a window has dropped what was before it.
+        self.croppable = all(type(layer) is DynamicLayer for layer in self.new_cache().layers)
+        self._check_head(folder)
+        if not self.croppable:
+            self._check_cache(folder)
 
     def vocabulary(self, device: torch.device) -> Vocabulary:
         """Return the embedding and the head on ``device``, which the drafter shares (paper, section 4.2)."""
@@ -251,6 +299,36 @@ class Target:
         head = self.model.get_output_embeddings().weight
         copied = embedding.detach().to(device)
         return Vocabulary(copied, copied if head is embedding else head.detach().to(device))
+
+    @torch.no_grad()
+    def _check_head(self, folder: Path) -> None:
+        """Refuse a model whose logits are not those of its head alone, which are the drafter's, too, and the loss's."""
+        head = getattr(self.model.get_output_embeddings(), "weight", None)
+        if head is None:
+            raise ConfigError(f"target is {folder}: a {type(self.model).__name__} has no matrix as its head")
+        tokens = torch.arange(_PROBE, device=self.device).unsqueeze(0)
+        own = self.model(input_ids=tokens, use_cache=False).logits
+        if _differ(nn.functional.linear(self.forward(tokens).normed, head), own, 1e-5):
+            raise ConfigError(
+                f"target is {folder}: a {type(self.model).__name__} does more to its logits than its head's matrix does, such as a "
+                "bias, a scale or a soft cap, which the drafter's loss does not: take another target"
+            )
+        self.passes = 0
+
+    @torch.no_grad()
+    def _check_cache(self, folder: Path) -> None:
+        """Refuse a model that goes on from its cache one token at a time only: in some versions of transformers, recurrent layers do."""
+        tokens = torch.arange(_PROBE, device=self.device).unsqueeze(0)
+        whole = self.forward(tokens).normed[:, _PROBE // 2 :]
+        cache = self.new_cache()
+        first, second = tokens.chunk(2, dim=1)
+        self.forward(first, cache)
+        if _differ(self.forward(second, cache).normed, whole, 1e-3):
+            raise ConfigError(
+                f"target is {folder}: a {type(self.model).__name__} of transformers {transformers.__version__} does not read a block "
+                "after its cache as it reads the whole, so that drafts cannot be checked: take a newer transformers or another target"
+            )
+        self.passes = 0
 
     # no_grad and not inference_mode: another thread saves these tensors for its backward, which inference tensors refuse.
     @torch.no_grad()

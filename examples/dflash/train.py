@@ -104,7 +104,8 @@ def make_work(
     prompts = data.draw_prompts(source, config.prompt_length, rngs, first, config.seed)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     noise = torch.stack([torch.rand(config.length - int(lengths.min()), generator=rng) for rng in rngs])
-    temperatures = torch.arange(config.sequences).remainder(2) * config.temperature
+    # Counted through all work: with one sequence a batch, every answer would be greedy.
+    temperatures = (first + torch.arange(config.sequences)).remainder(2) * config.temperature
     padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     lengths = lengths.to(device)
     tokens = target.respond(padded.to(device), temperatures.to(device), noise.to(device), check, lengths=lengths)

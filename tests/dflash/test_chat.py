@@ -137,6 +137,17 @@ def test_an_earlier_answer_that_is_shown_otherwise_than_when_it_was_the_last_is_
     assert learned(tokenizer, sample) == ["<think></think>Yes.<|end|>"]
 
 
+def test_spaces_are_supervised_where_the_tokenizer_leaves_them_out_of_the_offsets(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
+    tokenizer = tokenizer_of(PLAIN.replace("assistant\n", "assistant ").replace("role }}\n", "role }} "), tmp_path)
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    code = "  if x:\n    y = 1\n    z "
+    sample = chat.Template(tokenizer, "default", (257,)).conversation(
+        record([ASKS, {"role": "assistant", "content": code}, {"role": "user", "content": "  ?"}]), 1000
+    )
+    assert learned(tokenizer, sample) == [code + "<|end|>"]
+
+
 @pytest.mark.parametrize(("thinking", "ends"), [("default", "\n"), ("on", "<think>"), ("off", "<no think>")])
 def test_the_template_is_told_of_thinking(thinking: str, ends: str, plain: Target) -> None:
     tokenizer = plain.language.tokenizer

@@ -184,6 +184,8 @@ def test_a_dry_run_shows_and_writes_nothing(
         ("--mask-token-id 258", "mask_token_id is 258"),
         ("--taps 0,5", "0 to 4"),
         ("--draft-heads 3", "multiple"),
+        ("--response-length 129", "prompt_length + response_length is 257"),
+        ("--device cuda:0,cuda:1,cuda:0,cuda:1,cuda:0,cpu", "drafters onto cpu and cuda"),
         ("--dry-run 0", "0 tokens a second"),
         ("--dry-run fast", "--dry-run"),
         ("--steps 0", "steps is 0"),

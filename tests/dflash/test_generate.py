@@ -86,7 +86,7 @@ def test_sampled_drafts_are_accepted_and_refused_as_the_sample_says(target: Targ
     own = decode(target, prompt_of(5), 24, sampling)
     decoded = speculate(target, Knows(12, own), prompt_of(5), 24, sampling)
     assert decoded.tokens == own
-    assert decoded.accepted == [2] * 8
+    assert decoded.accepted == [2] * 7 + [1]  # the last of 25 tokens is one too many
 
 
 def test_what_is_sampled_with_drafts_is_distributed_as_the_target_says(target: Target) -> None:
@@ -99,8 +99,8 @@ def test_what_is_sampled_with_drafts_is_distributed_as_the_target_says(target: T
     counts = torch.zeros(len(expected))
     accepted = 0
     for noise in (torch.arange(steps) + 0.5) / steps:
-        sampling = Sampling(temperature, torch.tensor([0.4, float(noise)]))
-        decoded = speculate(target, Knows(len(prompt), [*first, likeliest]), prompt, 2, sampling)
+        sampling = Sampling(temperature, torch.tensor([0.4, float(noise), 0.5]))
+        decoded = speculate(target, Knows(len(prompt), [*first, likeliest]), prompt, 3, sampling)
         assert decoded.tokens[0] == first[0]
         counts[decoded.tokens[1]] += 1
         accepted += decoded.accepted[0] > 0

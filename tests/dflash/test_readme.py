@@ -1,12 +1,18 @@
-"""The map of the paper in the README names what exists, and what it names says where it comes from."""
+"""The map of the paper in the README names what exists, and what it names says where it comes from; its commands can work."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
 
 import pytest
 
+pytest.importorskip("rich", reason="the example's display")
+pytest.importorskip("matplotlib", reason="the example's plots")
+pytest.importorskip("transformers", reason="the example's target is a transformers model")
+
+import demo
 from tests.dflash.conftest import EXAMPLE
 
 SOURCE = re.compile(r"paper|equation|section|Figure|A\.\d")
@@ -80,3 +86,14 @@ def test_a_formula_names_its_equation_or_section(file: str, name: str) -> None:
     tree = ast.parse((EXAMPLE / file).read_text())
     own = docstrings(file, name).removeprefix(ast.get_docstring(tree) or "")
     assert re.search(r"equation|section|Figure|A\.\d", own, re.IGNORECASE)
+
+
+def commands() -> list[str]:
+    return re.findall(r"^python examples/dflash/demo\.py.*$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_the_options_of_a_command_go_together(line: str) -> None:
+    arguments = shlex.split(line)[2:]
+    if "mine.toml" not in arguments:  # the reader's own
+        demo.command_line(arguments)

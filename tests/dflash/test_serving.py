@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -384,3 +385,36 @@ def test_without_a_target_nothing_is_written(tmp_path: Path, folder: Path, capsy
     assert not (tmp_path / "out").exists()
     assert export.main(["--run", str(folder), "--to", str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("kinds", ["full"])
+def test_an_export_is_checked_with_the_drafters_mask_token_and_in_the_targets_precision(
+    tmp_path: Path, folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_target, tmp_path / "target")
+    edit(tmp_path / "target", dtype="bfloat16")
+    inside = json.loads((folder / "config.json").read_text())["dflash_config"]
+    edit(folder, dflash_config=inside | {"mask_token_id": 77})
+    used: list[Target] = []
+    check = export.check
+
+    def checked(folder: Path, target: Target, *others: Any) -> float:
+        used.append(target)
+        return check(folder, target, *others)
+
+    monkeypatch.setattr(export, "check", checked)
+    line = ["--run", str(folder), "--to", str(tmp_path / "out"), "--check", "--target", str(tmp_path / "target")]
+    assert export.main(line) == 0
+    assert used[0].language.mask_id == 77
+    assert used[0].model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kinds", ["full"])
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_with_a_device_that_is_not_there_nothing_is_written(
+    tmp_path: Path, folder: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    line = ["--run", str(folder), "--to", str(tmp_path / "out"), "--check", "--target", str(tiny_target)]
+    assert export.main([*line, "--device", device]) == 2
+    assert f"{device!r} does not exist here" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

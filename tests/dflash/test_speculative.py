@@ -106,6 +106,22 @@ def test_decoding_stops_at_the_end_of_text(target: Target, monkeypatch: pytest.M
     assert speculate(target, Oracle(truth, 4), PROMPT, 24).tokens == stopped
 
 
+@pytest.mark.parametrize("by", ["length", "end of text"])
+def test_drafts_past_the_end_of_a_response_do_not_count(
+    target: Target, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    truth = greedy(target, PROMPT, 24)
+    lasts = [i for i in range(1, 16) if by == "length" or truth[i] not in truth[:i]]
+    assert any(last % 5 for last in lasts)
+    for last in lasts:
+        eos_ids = () if by == "length" else (truth[last],)
+        monkeypatch.setattr(target, "language", replace(target.language, eos_ids=eos_ids))
+        decoded = speculate(target, Oracle(truth, 4), PROMPT, last + 1 if by == "length" else 24)
+        assert decoded.tokens == truth[: last + 1]
+        whole, rest = divmod(last, 5)  # a cycle yields 5 tokens
+        assert decoded.accepted == [4] * whole + [rest - 1] * bool(rest)
+
+
 def test_forward_passes_are_counted_where_they_are_made(target: Target) -> None:
     drafter = new_drafter(Config(), target.shape, 3, CPU)
     before = target.passes

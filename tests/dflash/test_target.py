@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
+import checkpoints
 from config import Config, ConfigError
 from speculative import DFlashProposer, greedy, speculate
-from target import Target, choose, read_config, tapped_layers
+from target import Target, choose, language_of, read_config, tapped_layers
 from tests.helpers.models import tiny_model
 from train import new_drafter
 
@@ -86,13 +89,13 @@ def llama(folder: Path, vocab_size: int) -> Path:
     return folder
 
 
-def tokenizer(folder: Path, words: list[str]) -> None:
+def tokenizer(folder: Path, words: list[str], **special: str) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
     transformers = pytest.importorskip("transformers")
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(["<unk>", *words])}, unk_token="<unk>")
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", **special).save_pretrained(folder)
 
 
 def test_a_target_of_another_architecture_is_drafted_for(tmp_path: Path) -> None:
@@ -120,6 +123,50 @@ def test_a_vocabulary_without_room_is_refused(tmp_path: Path) -> None:
     tokenizer(tmp_path, ["the", "cat", "sat"])
     with pytest.raises(ConfigError, match="none for the mask"):
         Target(tmp_path, (0,), CPU)
+
+
+def test_a_text_ends_with_what_any_of_the_places_names(tmp_path: Path) -> None:
+    llama(tmp_path, 12)
+    generation = tmp_path / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": [7, 3]}))
+    tokenizer(tmp_path, ["the", "cat", "sat", "</s>"], eos_token="</s>")
+    config = read_config(tmp_path)
+    assert language_of(tmp_path, config).eos_ids == (0, 3, 4, 7)
+    generation.unlink()
+    config.eos_token_id = None
+    assert language_of(tmp_path, config).eos_ids == (4,)
+    generation.write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+        language_of(tmp_path, config)
+
+
+def test_another_end_of_text_is_another_target(tmp_path: Path) -> None:
+    llama(tmp_path, 12)
+    found = {checkpoints.target_fingerprint(tmp_path)}
+    generation = tmp_path / "generation_config.json"
+    for eos_ids in ([3], [3, 5]):
+        generation.write_text(json.dumps({"eos_token_id": eos_ids}))
+        found.add(checkpoints.target_fingerprint(tmp_path))
+    generation.unlink()
+    found.add(checkpoints.target_fingerprint(tmp_path))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2", "Granite", "Phi"])
+def test_logits_that_are_not_the_heads_alone_are_refused(architecture: str, tmp_path: Path) -> None:
+    """Gemma2 has a soft cap, Granite a scale, Phi a bias."""
+    options: dict[str, dict[str, Any]] = {"Gemma2": {"head_dim": 8}, "Granite": {"logits_scaling": 8.0}, "Phi": {}}
+    model = tiny_model(architecture, vocab_size=258, **options[architecture])
+    if architecture == "Phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{architecture}ForCausalLM does more to its logits"):
+        Target(tmp_path, (0, 2), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_the_head_alone_are_taken_in_each_precision(dtype: torch.dtype, tiny_target: Path) -> None:
+    assert Target(tiny_target, (0, 2), CPU, dtype=dtype).passes == 0
 
 
 def test_code_that_comes_with_a_target_is_not_run_unless_asked(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import optimizer
 import train
 from config import Config
 from pipeline import WorkerError
-from speculative import DFlashProposer, speculate
+from speculative import DFlashProposer, greedy, speculate
 from target import Target
 
 CPU = torch.device("cpu")
@@ -83,6 +83,16 @@ def test_only_answers_are_supervised(tiny_target: Path) -> None:
     assert work.tokens.shape == (4, 16)
     assert not work.loss_mask[:, :8].any()
     assert work.loss_mask[:, 8].all()
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 4])
+def test_every_second_answer_is_greedy_however_many_are_made_together(tiny_target: Path, sequences: int) -> None:
+    (target,) = targets(tiny_target, 1)
+    config = replace(CONFIG, sequences=sequences, drafters=2, temperature=2.0)
+    rows = torch.cat([train.make_work(config, TEXT, target, *divmod(n, 2)).tokens for n in range(4)])
+    own = [greedy(target, row[:8], 8) for row in rows]
+    is_greedy = [row[8 : 8 + len(tokens)].tolist() == tokens for row, tokens in zip(rows, own, strict=True)]
+    assert is_greedy == [index % 2 == 0 for index in range(4 * sequences)]
 
 
 WORKERS = [f"target-{i}" for i in range(5)] + [f"drafter-{i}" for i in range(3)]

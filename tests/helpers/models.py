@@ -9,7 +9,7 @@ import torch
 
 
 def tiny_model(architecture: str, **options: Any) -> Any:
-    """Make a causal language model of width 32, the same each time: ``architecture`` is "Qwen3" or "Llama"."""
+    """Make a causal language model of width 32, the same each time: ``architecture`` is the beginning of transformers' names, such as "Qwen3"."""
     transformers = pytest.importorskip("transformers", reason="the model is one of transformers")
     config = getattr(transformers, f"{architecture}Config")(
         **{
