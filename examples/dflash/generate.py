@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -65,8 +65,7 @@ def load(
     )
     exported = export.load(drafter, device)
     exported.drafter.to(dtype)
-    language = language_of(target, config, trust_remote_code=trust_remote_code)
-    language = replace(language, mask_id=served.mask_id)
+    language = language_of(target, config, mask_id=served.mask_id, trust_remote_code=trust_remote_code)
     loaded = Target(target, served.taps, device, trust_remote_code=trust_remote_code, language=language, dtype=dtype)
     return loaded, exported
 
