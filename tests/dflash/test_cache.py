@@ -22,31 +22,21 @@ from checkpoints import Checkpoints, Snapshot
 from config import Config, ConfigError
 from pipeline import WorkerError
 from target import Features, Target
+from tests.dflash.small import SMALL, TEXT
 
 CPU = torch.device("cpu")
 TAPS = (0, 2, 3)
-TEXT = torch.randint(2, 258, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
 OTHER_TEXT = TEXT.flip(0)
 TOKEN_BYTES = 4 * 32 * 4
 
 
 @pytest.fixture(scope="module")
 def config(tiny_target: Path) -> Config:
-    return Config(
-        device="cpu",
+    return replace(
+        SMALL,
         target=tiny_target,
-        targets=2,
-        drafters=2,
         taps=TAPS,
-        layers=1,
-        block_size=4,
-        prompt_length=8,
-        response_length=8,
-        sequences=4,
         uses=2,
-        batch=2,
-        anchors=4,
-        chunk_blocks=2,
         steps=6,
     )
 

@@ -20,11 +20,12 @@ import data
 import demo
 import evaluate
 import train
-from config import Config, ConfigError
+from config import ConfigError
 from data import Conversations
 from safecompile.testing import no_compiles
 from speculative import greedy
 from target import Target
+from tests.dflash.small import SMALL
 from tests.helpers.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -48,20 +49,12 @@ ANSWERS = {"role": "assistant", "content": "Four."}
 ASKS_MORE = {"role": "user", "content": "Sure?"}
 ANSWERS_MORE = {"role": "assistant", "content": "Yes."}
 TALK = [ASKS, ANSWERS, ASKS_MORE, ANSWERS_MORE]
-CONFIG = Config(
-    device="cpu",
-    targets=2,
-    drafters=2,
+CONFIG = replace(
+    SMALL,
     taps=(0, 2, 3),
-    layers=1,
-    block_size=4,
     prompt_length=32,
     response_length=16,
-    sequences=4,
     uses=2,
-    batch=2,
-    anchors=4,
-    chunk_blocks=2,
     steps=4,
     eval_prompts=1,
     eval_prompt_length=64,

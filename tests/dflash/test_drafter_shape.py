@@ -20,11 +20,11 @@ from drafter import DrafterShape
 from safecompile import statistics
 from speculative import DFlashProposer, greedy, speculate
 from target import Target
+from tests.dflash.small import SMALL, TEXT
 
 CPU = torch.device("cpu")
-TEXT = torch.randint(2, 258, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-OWN = Config(
-    device="cpu",
+OWN = replace(
+    SMALL,
     targets=1,
     drafters=1,
     layers=3,
@@ -34,14 +34,8 @@ OWN = Config(
     draft_kv_heads=3,
     draft_head_dim=10,
     draft_intermediate_size=40,
-    block_size=4,
     prompt_length=16,
     response_length=16,
-    sequences=4,
-    uses=4,
-    batch=2,
-    anchors=4,
-    chunk_blocks=2,
     steps=4,
 )
 

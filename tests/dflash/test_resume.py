@@ -28,27 +28,18 @@ from config import Config, ConfigError
 from pipeline import WorkerError
 from target import Target
 from tests.dflash.conftest import EXAMPLE
+from tests.dflash.small import SMALL, TEXT
 from tests.helpers.subprocess_run import run_forked
 
 CPU = torch.device("cpu")
-TEXT = torch.randint(2, 258, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
 STEPS, USES = 11, 4
-CONFIG = Config(
-    targets=2,
+CONFIG = replace(
+    SMALL,
     drafters=3,
-    block_size=4,
-    prompt_length=8,
-    response_length=8,
-    layers=1,
-    sequences=4,
     uses=USES,
-    batch=2,
-    anchors=4,
-    chunk_blocks=2,
     steps=STEPS,
     warmup_ratio=0.5,
     queue_depth=1,
-    device="cpu",
 )
 
 

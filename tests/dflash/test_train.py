@@ -23,24 +23,15 @@ from config import Config
 from pipeline import WorkerError
 from speculative import DFlashProposer, greedy, speculate
 from target import Target
+from tests.dflash.small import SMALL, TEXT
 
 CPU = torch.device("cpu")
-TEXT = torch.randint(2, 258, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-CONFIG = Config(
+CONFIG = replace(
+    SMALL,
     targets=5,
     drafters=3,
-    block_size=4,
-    prompt_length=8,
-    response_length=8,
-    layers=1,
-    sequences=4,
-    uses=4,
-    batch=2,
-    anchors=4,
-    chunk_blocks=2,
     steps=20,
     queue_depth=1,
-    device="cpu",
 )
 
 
