@@ -8,7 +8,7 @@ layer is the paper's; a sliding layer sees a window of the context and is causal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,31 @@ Masks: TypeAlias = Mapping[str, Mask | None]
 MaskRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def mask_rule(
-    anchors: Tensor,
-    keep: Tensor,
-    context_length: int,
-    block_size: int,
-    window: int | None = None,
-    documents: Tensor | None = None,
-) -> MaskRule:
+class Layout(NamedTuple):
+    """Where the blocks of a batch are.
+
+    Attributes:
+        anchors: int64 ``[batch, N]``, positions in the context.
+        keep: bool ``[batch, N]``; rows of a block that is not kept (padding) see nothing.
+        context_length: ``S``.
+        block_size: ``B``.
+        documents: int64 ``[batch, S]``, the number of the document that each token of a packed sequence belongs to: a block
+            sees the context of its anchor's document only. None if a sequence is one document.
+    """
+
+    anchors: Tensor
+    keep: Tensor
+    context_length: int
+    block_size: int
+    documents: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of all blocks of a sequence, ``N * B``."""
+        return self.anchors.shape[1] * self.block_size
+
+
+def mask_rule(layout: Layout, window: int | None = None) -> MaskRule:
     """Return the rule ``(batch, head, query, key) -> may attend`` on index tensors of any broadcastable shapes.
 
     A row of the block at anchor ``a`` sees the context *strictly* before ``a`` and every row of its own block, in both
@@ -49,14 +66,10 @@ def mask_rule(
     (``_resolve_layer_attention``) and SGLang (``_get_dflash_layer_attention_params``) run them: as causal layers.
 
     Args:
-        anchors: int64 ``[batch, N]``, positions in the context.
-        keep: bool ``[batch, N]``; rows of a block that is not kept (padding) see nothing.
-        context_length: ``S``.
-        block_size: ``B``.
+        layout: where the blocks are.
         window: ``W`` of a sliding layer; None for a full layer.
-        documents: int64 ``[batch, S]``, the number of the document that each token of a packed sequence belongs to: a block
-            sees the context of its anchor's document only. None if a sequence is one document.
     """
+    anchors, keep, context_length, block_size, documents = layout
 
     # Only truth values are as large as the mask: create_block_mask makes every intermediate whole, and with 512 blocks of 16 rows
     # over 3,072 tokens one of whole numbers would take 0.7 GB.
@@ -75,23 +88,14 @@ def mask_rule(
     return may_attend
 
 
-def dense_mask(
-    anchors: Tensor,
-    keep: Tensor,
-    context_length: int,
-    block_size: int,
-    window: int | None = None,
-    documents: Tensor | None = None,
-) -> Tensor:
+def dense_mask(layout: Layout, window: int | None = None) -> Tensor:
     """Return the rule written out: bool ``[batch, 1, N * B, S + N * B]``; arguments as in `mask_rule`."""
-    batch, blocks = anchors.shape
-    rows = blocks * block_size
-    device = anchors.device
-    return mask_rule(anchors, keep, context_length, block_size, window, documents)(
-        torch.arange(batch, device=device).view(-1, 1, 1, 1),
+    device = layout.anchors.device
+    return mask_rule(layout, window)(
+        torch.arange(len(layout.anchors), device=device).view(-1, 1, 1, 1),
         torch.zeros((), dtype=torch.long, device=device),
-        torch.arange(rows, device=device).view(1, 1, -1, 1),
-        torch.arange(context_length + rows, device=device).view(1, 1, 1, -1),
+        torch.arange(layout.rows, device=device).view(1, 1, -1, 1),
+        torch.arange(layout.context_length + layout.rows, device=device).view(1, 1, 1, -1),
     )
 
 
@@ -99,46 +103,26 @@ def dense_mask(
 _create_block_mask = thread_safe_compile(create_block_mask, backend=BACKEND, dynamic=False)
 
 
-def block_mask(
-    anchors: Tensor,
-    keep: Tensor,
-    context_length: int,
-    block_size: int,
-    window: int | None = None,
-    documents: Tensor | None = None,
-) -> BlockMask:
+def block_mask(layout: Layout, window: int | None = None) -> BlockMask:
     """Return the rule as a flex block mask, which skips what nobody sees; arguments as in `mask_rule`."""
-    batch, blocks = anchors.shape
-    rows = blocks * block_size
-    rule = mask_rule(anchors, keep, context_length, block_size, window, documents)
-    create = _create_block_mask if anchors.device.type == "cuda" else create_block_mask
-    return create(rule, batch, None, rows, context_length + rows, device=anchors.device)
+    device = layout.anchors.device
+    create = _create_block_mask if device.type == "cuda" else create_block_mask
+    keys = layout.context_length + layout.rows
+    return create(mask_rule(layout, window), len(layout.anchors), None, layout.rows, keys, device=device)
 
 
-def build_masks(
-    layer_types: Iterable[str],
-    sliding_window: int | None,
-    anchors: Tensor,
-    keep: Tensor,
-    context_length: int,
-    block_size: int,
-    documents: Tensor | None = None,
-) -> Masks:
-    """Return one mask for each kind of layer there is, in the form that `attend` wants on the device of ``anchors``.
-
-    On a GPU these are block masks. flex_attention has no backward on CPU (torch 2.13.0 raises NotImplementedError), so the CPU
-    gets dense masks.
+def build_masks(layer_types: Iterable[str], sliding_window: int | None, layout: Layout, *, dense: bool) -> Masks:
+    """Return one mask for each kind of layer there is.
 
     Args:
         layer_types: `FULL` or `SLIDING` for each layer; all of a kind share a mask.
         sliding_window: ``W`` of the sliding layers.
-        anchors, keep, context_length, block_size, documents: as in `mask_rule`.
+        layout: where the blocks are.
+        dense: write them out, instead of as block masks for flex_attention, which has no backward on CPU (torch 2.13.0 raises
+            NotImplementedError).
     """
-    build = block_mask if anchors.device.type == "cuda" else dense_mask
-    return {
-        kind: build(anchors, keep, context_length, block_size, _window(kind, sliding_window), documents)
-        for kind in sorted(set(layer_types))
-    }
+    build = dense_mask if dense else block_mask
+    return {kind: build(layout, sliding_window if kind == SLIDING else None) for kind in sorted(set(layer_types))}
 
 
 def drafting_mask(kept: int, block_size: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -152,11 +136,7 @@ def drafting_mask(kept: int, block_size: int, window: int | None, device: torch.
     if window is None:
         return None
     anchor = torch.full((1, 1), kept, device=device)
-    return dense_mask(anchor, torch.ones_like(anchor, dtype=torch.bool), kept, block_size, window)
-
-
-def _window(kind: str, sliding_window: int | None) -> int | None:
-    return sliding_window if kind == SLIDING else None
+    return dense_mask(Layout(anchor, torch.ones_like(anchor, dtype=torch.bool), kept, block_size), window)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:

@@ -39,15 +39,12 @@ KEPT = 2
 
 NOT_IN_CONTRACT = frozenset(
     (
-        *(
-            "device",
-            "targets",
-            "queue_depth",
-            "save_every",
-            "trust_remote_code",
-        ),  # how the work is done, not what it is
-        *("target", "text", "data", "cache"),  # places; what is there is in the contract by its content
-        *("tau", "eval_prompts", "eval_prompt_length", "eval_new_tokens"),  # measure the weights
+        # How the work is done, not what it is.
+        *("device", "attention", "targets", "queue_depth", "save_every", "trust_remote_code"),
+        # Places; what is there is in the contract by its content.
+        *("target", "text", "data", "cache"),
+        # What measures the weights.
+        *("tau", "eval_prompts", "eval_prompt_length", "eval_new_tokens"),
     )
 )
 """Options that may change at a resume. All others change the weights that come out."""

@@ -145,6 +145,9 @@ class Config:
     muon_lr: float = _option(4e-2, "peak learning rate of Muon", above=0)
     warmup_ratio: float = _option(0.04, "share of steps that warm up", at_least=0, below=1)
     clip: float = _option(1.0, "largest norm of the gradient", above=0)
+    attention: Literal["auto", "dense"] = _option(
+        "auto", "auto for compiled flex attention on GPUs, or dense masks everywhere, which also hold what nobody sees"
+    )
     autocast: bool = _option(
         False, "compute forward passes in bfloat16; the drafter's weights and optimizer stay in float32"
     )

@@ -99,13 +99,13 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
     devices = [str(device) for device in config.devices(planned=True)]
     dense = config.batch * rows * (config.length + rows) if devices[config.targets] == "cpu" else 0
 
-    # Work waits where it was made: what the queues hold, what a drafter uses, and what is being made.
-    waiting = -(-config.drafters * (config.queue_depth + 1) // config.targets) + 1
+    # Work waits where it is used: what the queue holds, and what the drafter learns from.
+    waiting = config.queue_depth + 1
     target_memory = {
         "weights": sum(p.numel() for p in model.parameters()) * precision,
         "keys and values": config.sequences * cache_elements(model_config, target, config.length) * precision,
         "activations": config.sequences * config.length * _layer_elements(target) * precision,
-        f"features of {waiting} batches of work": waiting * config.sequences * sequence_bytes,
+        "features of a batch of work": config.sequences * sequence_bytes,
     }
     drafter_memory = {
         "weights, float32": trainable * FLOAT32,
@@ -114,6 +114,7 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
         "gradients, mean of replicas": trainable * FLOAT32,
         "optimizer": optimizer_elements(config.optimizer, trainable, matrices) * FLOAT32,
         "embedding and head": vocabulary * precision,
+        f"features of {waiting} batches of work": waiting * config.sequences * sequence_bytes,
         "features of a step": config.batch * sequence_bytes,
         "activations": config.batch
         * activation_elements(shape, config.length, rows)

@@ -53,8 +53,8 @@ class OrderedQueue(Generic[T]):
         """Items that are ready to leave or came early."""
         return len(self._items)
 
-    def put(self, number: int, item: T) -> None:
-        """Put item ``number``, waiting for room.
+    def admit(self, number: int) -> None:
+        """Wait for room for item ``number``, which is kept for it from then on.
 
         Raises:
             Stopped: if the run is over.
@@ -63,6 +63,15 @@ class OrderedQueue(Generic[T]):
             self._changed.wait_for(lambda: self._stopped or number < self._next + self._depth)
             if self._stopped:
                 raise Stopped
+
+    def put(self, number: int, item: T) -> None:
+        """Put item ``number``, waiting for room.
+
+        Raises:
+            Stopped: if the run is over.
+        """
+        with self._changed:
+            self.admit(number)
             self._items[number] = item
             self._changed.notify_all()
 

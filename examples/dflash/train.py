@@ -6,8 +6,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import attention
 import blocks
 import data
+import devices
 import optimizer
 from cache import Cache
 from checkpoints import Snapshot
@@ -39,12 +40,30 @@ class Work:
         features: of all tokens.
         documents: int64 ``[sequences, S]`` on the CPU, which of several packed conversations a token is of, -1 on padding; None if each
             sequence is one.
+        ready: comes when all that is on a device is there.
     """
 
     tokens: Tensor
     loss_mask: Tensor
     features: Features
     documents: Tensor | None = None
+    ready: devices.Event = None
+
+    def sent(self, device: torch.device) -> Work:
+        """Return it on ``device``, for another thread. From one GPU to another nothing passes through the host, and nobody waits."""
+        tokens, tapped, normed = (sent(x, device) for x in (self.tokens, *self.features))
+        return replace(self, tokens=tokens, features=Features(tapped, normed), ready=devices.mark(device))
+
+    def received(self) -> Work:
+        """Return it for what this thread queues from now on; to be called by the thread that uses it."""
+        devices.wait(self.tokens.device, [self.ready])
+        devices.keep((self.tokens, *self.features))
+        return self
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on ``device`` without waiting for a GPU."""
+    return tensor.to(device, non_blocking=device.type == "cuda")  # a CPU would read it before it has come
 
 
 def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShape:
@@ -152,24 +171,30 @@ def produce(
     monitor: Monitor,
 ) -> None:
     """Be a target thread: make the work of ticket after ticket."""
-    if target.device.type == "cuda":
-        torch.cuda.set_device(target.device)
-    for item, replica in tickets:
-        monitor.now("answers")
-        work = make_work(config, source, target, item, replica, queues[replica].check)
-        monitor.now("waits for room")
-        queues[replica].put(item, work)
-        monitor.count(work.tokens.numel())
+    to = config.devices()[config.targets :]
+    with devices.own_stream(target.device):
+        for item, replica in tickets:
+            monitor.now("answers")
+            work = make_work(config, source, target, item, replica, queues[replica].check)
+            hand_over(work, item, queues[replica], to[replica], monitor)
 
 
 def read(config: Config, cache: Cache, replica: int, items: range, queue: OrderedQueue[Work], monitor: Monitor) -> None:
     """Be a reader thread, in place of target threads: hand one replica the work that is stored."""
-    for item in items:
-        monitor.now("reads")
-        work = Work(*cache.read(item * config.drafters + replica))
-        monitor.now("waits for room")
-        queue.put(item, work)
-        monitor.count(work.tokens.numel())
+    device = config.devices()[config.targets + replica]
+    with devices.own_stream(device):
+        for item in items:
+            monitor.now("reads")
+            work = Work(*cache.read(item * config.drafters + replica))
+            hand_over(work, item, queue, device, monitor)
+
+
+def hand_over(work: Work, item: int, queue: OrderedQueue[Work], device: torch.device, monitor: Monitor) -> None:
+    """Put work into a replica's queue, on its ``device`` from when there is room: what waits for room takes no memory there."""
+    monitor.now("waits for room")
+    queue.admit(item)
+    queue.put(item, work.sent(device))
+    monitor.count(work.tokens.numel())
 
 
 def fill(
@@ -195,12 +220,11 @@ def fill(
             raise Stopped
 
     def make(target: Target) -> None:
-        if target.device.type == "cuda":
-            torch.cuda.set_device(target.device)
-        for number in tickets:
-            check()
-            work = make_work(config, source, target, *divmod(number, config.drafters), check)
-            cache.write(number, work.tokens, work.loss_mask, work.features, work.documents)
+        with devices.own_stream(target.device):
+            for number in tickets:
+                check()
+                work = make_work(config, source, target, *divmod(number, config.drafters), check)
+                cache.write(number, work.tokens, work.loss_mask, work.features, work.documents)
 
     crew = Crew([over.set])
     try:
@@ -211,33 +235,54 @@ def fill(
         over.set()  # an interrupt between two starts leaves no thread that goes on
 
 
+def mean_gradients(gradients: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
+    """Return the mean over replicas of each parameter's gradient, on ``device``, added up in the order of the replicas.
+
+    Args:
+        gradients: of each replica, each parameter's.
+        device: where to add them up.
+    """
+    means = []
+    for first, *others in zip(*gradients, strict=True):
+        total = first.to(device, copy=True)
+        for gradient in others:
+            total += gradient.to(device)
+        means.append(total / (1 + len(others)))
+    return means
+
+
 class GradientExchange:
     """The meeting place where replicas average their gradients.
 
-    Every replica adds all gradients up itself, in the order of the replicas, so that all get the same bits.
+    Every replica adds all gradients up itself, in the order of the replicas, so that all get the same bits. The threads meet, and
+    their devices' streams wait for each other; no thread waits for a device.
     """
 
     def __init__(self, replicas: int) -> None:
-        self._gradients: list[list[Tensor]] = [[] for _ in range(replicas)]  # each replica writes its own
+        # Each replica writes its own place.
+        self._gradients: list[list[Tensor]] = [[] for _ in range(replicas)]
+        self._made: list[devices.Event] = [None] * replicas
+        self._added: list[devices.Event] = [None] * replicas
         self._meeting = Meeting(replicas)
         self.stop = self._meeting.stop
 
     def average(self, replica: int, parameters: list[nn.Parameter]) -> None:
-        """Replace the gradients of this replica's parameters by the mean over all replicas.
+        """Replace the gradients of this replica's parameters, all on one device, by the mean over all replicas.
 
         Raises:
             Stopped: if the run is over.
         """
-        own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        self._gradients[replica] = own
+        device = parameters[0].device
+        self._gradients[replica] = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        self._made[replica] = devices.mark(device)
         self._meeting.wait()
-        means = []
-        for same in zip(*self._gradients, strict=True):
-            total = same[0].to(own[0].device, copy=True)
-            for gradient in same[1:]:
-                total += gradient.to(total.device)
-            means.append(total / len(same))
-        self._meeting.wait()  # nobody changes a gradient that another one still reads
+        devices.wait(device, self._made)
+        means = mean_gradients(self._gradients, device)
+        self._added[replica] = devices.mark(device)
+        self._meeting.wait()
+        # Nobody gives up the memory of a gradient that another one still reads.
+        devices.wait(device, self._added)
+        self._gradients[replica] = []
         for parameter, mean in zip(parameters, means, strict=True):
             parameter.grad = mean
 
@@ -263,6 +308,7 @@ class Replica:
         self._mask_id = mask_id
         self._vocabulary = vocabulary
         self._device = vocabulary.head.device
+        self._dense = config.attention == "dense" or self._device.type != "cuda"
         self._optimizers = optimizer.build(
             drafter,
             config.optimizer,
@@ -290,20 +336,19 @@ class Replica:
             FloatingPointError: if training has diverged; the weights are then not `whole`.
             Stopped: if the run is over.
         """
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        while self.step < self.config.steps:
-            monitor.now("waits for work")
-            work = queue.get()
-            # After a resume, the first batch of work may have some of its steps behind it.
-            end = (self.step // self.config.uses + 1) * self.config.uses
-            for step in range(self.step, min(end, self.config.steps)):
-                monitor.now("trains")
-                loss = self.gradients(work, step)
-                monitor.now("waits for replicas")
-                self._update(exchange, loss, monitor)
-                monitor.count(self.config.batch * self.config.length)
-                report(step, self.losses[-1])
+        with devices.own_stream(self._device):
+            while self.step < self.config.steps:
+                monitor.now("waits for work")
+                work = queue.get().received()
+                # After a resume, the first batch of work may have some of its steps behind it.
+                end = (self.step // self.config.uses + 1) * self.config.uses
+                for step in range(self.step, min(end, self.config.steps)):
+                    monitor.now("trains")
+                    loss = self.gradients(work, step)
+                    monitor.now("waits for replicas")
+                    self._update(exchange, loss, monitor)
+                    monitor.count(self.config.batch * self.config.length)
+                    report(step, self.losses[-1])
 
     def _update(self, exchange: GradientExchange, loss: Tensor, monitor: Monitor) -> None:
         # From before the meeting on: a replica that has passed it makes this step, however late its thread wakes up.
@@ -364,10 +409,10 @@ class Replica:
         # All that is drawn is on the CPU, and goes to the device without waiting for what that does: asking would leave it idle.
         loss_mask, documents = work.loss_mask[rows], None if work.documents is None else work.documents[rows]
         rngs = [data.generator(*key, i) for i in range(config.batch)]
-        anchors, keep = map(self._sent, blocks.sample_anchors(loss_mask, config.anchors, rngs, documents))
-        loss_mask, documents = self._sent(loss_mask), None if documents is None else self._sent(documents)
-        rows = rows.to(work.tokens.device, non_blocking=True)
-        tokens, tapped, normed = (self._sent(x[rows]) for x in (work.tokens, *work.features))
+        sampled = blocks.sample_anchors(loss_mask, config.anchors, rngs, documents)
+        anchors, keep, loss_mask, rows = (sent(x, self._device) for x in (*sampled, loss_mask, rows))
+        documents = None if documents is None else sent(documents, self._device)
+        tokens, tapped, normed = (x[rows] for x in (work.tokens, *work.features))
         inputs = blocks.input_tokens(tokens, anchors, config.block_size, self._mask_id)
         labels, counts = blocks.labels(tokens, loss_mask, anchors, keep, config.block_size, documents)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=config.autocast):
@@ -379,11 +424,8 @@ class Replica:
                 attention.build_masks(
                     shape.layer_types,
                     shape.sliding_window,
-                    anchors,
-                    keep,
-                    config.length,
-                    config.block_size,
-                    documents,
+                    attention.Layout(anchors, keep, config.length, config.block_size, documents),
+                    dense=self._dense,
                 ),
             )
 
@@ -401,10 +443,6 @@ class Replica:
                 chunk_rows=config.chunk_rows,
                 gradient=config.gradient,
             )
-
-    def _sent(self, tensor: Tensor) -> Tensor:
-        # What goes to a CPU without waiting is read there before it has come.
-        return tensor.to(self._device, non_blocking=self._device.type == "cuda")
 
 
 class Training:
@@ -554,7 +592,7 @@ def compiles_of_one_thread(config: Config, source: Source, target: Target, cache
     torch.compiler.reset()
     before = statistics().compiled
     vocabulary = target.vocabulary(target.device)
-    work = make_work(config, source, target, 0, 0) if cache is None else Work(*cache.read(0))
+    work = make_work(config, source, target, 0, 0) if cache is None else Work(*cache.read(0)).sent(target.device)
     for index in range(config.drafters):
         drafter = new_drafter(config, target.shape, len(target.taps), target.device)
         replica = Replica(config, index, drafter, vocabulary, target.language.mask_id)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import blocks
-from attention import FULL, SLIDING, block_mask, build_masks
+from attention import FULL, SLIDING, Layout, build_masks
 from config import ConfigError
 from drafter import Drafter, DrafterShape, KeysValues, Layer, rotate, rotation
 from safecompile import statistics
@@ -72,7 +72,9 @@ def run(drafter: Drafter, features: Tensor, embeddings: Tensor, documents: Tenso
         embeddings,
         torch.arange(CONTEXT).unsqueeze(0),
         blocks.positions(ANCHORS, BLOCK),
-        build_masks(shape.layer_types, shape.sliding_window, ANCHORS, KEEP, CONTEXT, BLOCK, documents),
+        build_masks(
+            shape.layer_types, shape.sliding_window, Layout(ANCHORS, KEEP, CONTEXT, BLOCK, documents), dense=True
+        ),
     )
     assert isinstance(output, Tensor)
     return output.unflatten(1, (-1, BLOCK))[0]
@@ -189,12 +191,8 @@ def test_new_masks_at_every_step_compile_nothing_new(features: Tensor, embedding
         before = statistics().compiled
         for shift in range(3):
             anchors = ANCHORS + shift
-            masks = build_masks(drafter.shape.layer_types, WINDOW, anchors, KEEP, CONTEXT, BLOCK)
-            if form == "block":
-                masks = {
-                    FULL: block_mask(anchors, KEEP, CONTEXT, BLOCK),
-                    SLIDING: block_mask(anchors, KEEP, CONTEXT, BLOCK, WINDOW),
-                }
+            layout = Layout(anchors, KEEP, CONTEXT, BLOCK)
+            masks = build_masks(drafter.shape.layer_types, WINDOW, layout, dense=form == "dense")
             at = torch.arange(CONTEXT).unsqueeze(0)
             with torch.no_grad():
                 output = drafter(features, embeddings, at, blocks.positions(anchors, BLOCK), masks)
@@ -204,7 +202,7 @@ def test_new_masks_at_every_step_compile_nothing_new(features: Tensor, embedding
         torch.testing.assert_close(dense, block)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: flex_attention has a backward only there")
+@pytest.mark.gpu  # flex_attention has a backward only there
 def test_a_gpu_gives_what_the_cpu_gives(any_drafter: Drafter, features: Tensor, embeddings: Tensor) -> None:
     """Outputs and all gradients, of a drafter with heads as wide as flex_attention's kernels ask for."""
     shape = replace(any_drafter.shape, head_dim=16)
@@ -219,7 +217,12 @@ def test_a_gpu_gives_what_the_cpu_gives(any_drafter: Drafter, features: Tensor, 
             embeddings.to(device),
             torch.arange(CONTEXT, device=device).unsqueeze(0),
             blocks.positions(anchors, BLOCK),
-            build_masks(shape.layer_types, shape.sliding_window, anchors, keep, CONTEXT, BLOCK),
+            build_masks(
+                shape.layer_types,
+                shape.sliding_window,
+                Layout(anchors, keep, CONTEXT, BLOCK),
+                dense=device == "cpu",
+            ),
         )
         output.square().mean().backward()
         results.append([output.detach().cpu(), *(p.grad.cpu() for p in drafter.parameters() if p.grad is not None)])

@@ -110,7 +110,7 @@ def test_a_proposer_drafts_what_the_training_pass_says_at_the_same_anchors(targe
             torch.nn.functional.embedding(inputs, target.vocabulary(CPU).embedding),
             torch.arange(32).unsqueeze(0),
             blocks.positions(anchors, 4),
-            attention.build_masks(drafter.shape.layer_types, 6, anchors, keep, 32, 4),
+            attention.build_masks(drafter.shape.layer_types, 6, attention.Layout(anchors, keep, 32, 4), dense=True),
         )
     expected = target.logits(trained).argmax(-1).view(-1, 4)[:, 1:]
     proposer = DFlashProposer(drafter, target, 4)

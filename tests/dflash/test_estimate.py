@@ -111,7 +111,7 @@ def test_the_activations_are_about_what_a_backward_keeps() -> None:
     shape = DrafterShape(64, 192, 3, 4, 2, 16, 3, 1e4, 1e-6)
     drafter = Drafter(shape)
     anchors = torch.arange(4, 44, 5).unsqueeze(0)
-    mask = attention.dense_mask(anchors, torch.ones(1, blocks, dtype=torch.bool), length, block_size)
+    mask = attention.dense_mask(attention.Layout(anchors, torch.ones(1, blocks, dtype=torch.bool), length, block_size))
     weights = {p.untyped_storage().data_ptr() for p in drafter.parameters()}
     kept: dict[int, int] = {}
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import FULL, SLIDING, attend, block_mask, build_masks, dense_mask, drafting_mask
+from attention import FULL, SLIDING, Layout, attend, block_mask, build_masks, dense_mask, drafting_mask
 
 CONTEXT, BLOCK = 12, 4
 ANCHORS = torch.tensor([[0, 3, 5, 11], [2, 4, 7, 0]])
 KEEP = torch.tensor([[True, True, True, True], [True, True, True, False]])
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 8, [5] * 3 + [2] * 2 + [7] * 7])
+LAYOUT = Layout(ANCHORS, KEEP, CONTEXT, BLOCK)
 
 every_rule = pytest.mark.parametrize(
     ("window", "documents"),
@@ -49,7 +50,7 @@ def qkv(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 @every_rule
 def test_the_dense_mask_is_the_definition(window: int | None, documents: Tensor | None) -> None:
-    mask = dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK, window, documents)
+    mask = dense_mask(LAYOUT._replace(documents=documents), window)
     assert torch.equal(mask, brute_force(window, documents))
 
 
@@ -59,8 +60,8 @@ def test_the_block_mask_is_the_dense_one(window: int | None, documents: Tensor |
     """In every tile that it leaves; and a tile that it leaves out, or calls full, is empty or full. There are 3 by 6 tiles."""
     anchors = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:24].sort().values.view(1, -1)
     keep = torch.arange(24).view(1, -1) < 20
-    tiled = block_mask(anchors, keep, 300, 16, window, documents)
-    dense = dense_mask(anchors, keep, 300, 16, window, documents)[0, 0]
+    layout = Layout(anchors, keep, 300, 16, documents)
+    tiled, dense = block_mask(layout, window), dense_mask(layout, window)[0, 0]
     query, key = torch.meshgrid(torch.arange(24 * 16), torch.arange(300 + 24 * 16), indexing="ij")
     zero = torch.zeros((), dtype=torch.long)
     assert torch.equal(tiled.mask_mod(zero, zero, query, key), dense)
@@ -72,20 +73,20 @@ def test_the_block_mask_is_the_dense_one(window: int | None, documents: Tensor |
     assert int(tiled.full_kv_num_blocks.sum()) == int((counts == 128 * 128).sum())
 
 
-def test_the_cpu_gets_a_dense_mask_for_each_kind_of_layer_there_is() -> None:
-    masks = build_masks((SLIDING, FULL, SLIDING), 3, ANCHORS, KEEP, CONTEXT, BLOCK, DOCUMENTS)
+def test_each_kind_of_layer_there_is_gets_one_mask() -> None:
+    masks = build_masks((SLIDING, FULL, SLIDING), 3, LAYOUT._replace(documents=DOCUMENTS), dense=True)
     assert masks.keys() == {FULL, SLIDING}
     for kind, window in ((FULL, None), (SLIDING, 3)):
         mask = masks[kind]
         assert isinstance(mask, Tensor)
         assert torch.equal(mask, brute_force(window, DOCUMENTS))
-    assert build_masks((FULL,), None, ANCHORS, KEEP, CONTEXT, BLOCK).keys() == {FULL}
+    assert build_masks((FULL,), None, LAYOUT, dense=True).keys() == {FULL}
 
 
 @pytest.mark.parametrize("window", [1, 3, 5, 100])
 def test_a_drafted_block_sees_what_it_sees_in_training(window: int) -> None:
     """With the context before its anchor kept, all of it or the nearest of it."""
-    trained = dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK, window)
+    trained = dense_mask(LAYOUT, window)
     for block, anchor in enumerate(ANCHORS[0].tolist()):
         rows = trained[0, 0, block * BLOCK : (block + 1) * BLOCK]
         own = rows[:, CONTEXT + block * BLOCK : CONTEXT + (block + 1) * BLOCK]
@@ -99,12 +100,12 @@ def test_a_drafted_block_sees_what_it_sees_in_training(window: int) -> None:
 def test_a_drafted_block_sees_everything_in_a_full_layer() -> None:
     assert drafting_mask(7, BLOCK, None, torch.device("cpu")) is None
     anchor = torch.tensor([[7]])
-    assert dense_mask(anchor, torch.ones_like(anchor, dtype=torch.bool), 7, BLOCK).all()
+    assert dense_mask(Layout(anchor, torch.ones_like(anchor, dtype=torch.bool), 7, BLOCK)).all()
 
 
 def test_attention_under_the_mask_is_softmax_over_what_is_visible() -> None:
     query, key, value = qkv()
-    mask = dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK)
+    mask = dense_mask(LAYOUT)
     output = attend(query, key, value, mask)
     for b, head, row in ((0, 0, 0), (0, 3, 7), (1, 2, 11)):
         visible = mask[b, 0, row].nonzero().flatten()
@@ -114,7 +115,7 @@ def test_attention_under_the_mask_is_softmax_over_what_is_visible() -> None:
 
 def test_rows_of_padding_are_zero_and_their_gradients_are_finite() -> None:
     query, key, value = (t.requires_grad_() for t in qkv())
-    output = attend(query, key, value, dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK))
+    output = attend(query, key, value, dense_mask(LAYOUT))
     assert output[1, :, 3 * BLOCK :].eq(0).all()
     output.sum().backward()
     assert query.grad is not None
@@ -126,15 +127,14 @@ def test_rows_of_padding_are_zero_and_their_gradients_are_finite() -> None:
 @every_rule
 def test_attention_is_the_same_under_both_forms_of_the_mask(window: int | None, documents: Tensor | None) -> None:
     query, key, value = qkv()
+    layout = LAYOUT._replace(documents=documents)
     with torch.no_grad():
-        flex = attend(query, key, value, block_mask(ANCHORS, KEEP, CONTEXT, BLOCK, window, documents))
-        dense = attend(query, key, value, dense_mask(ANCHORS, KEEP, CONTEXT, BLOCK, window, documents))
+        flex = attend(query, key, value, block_mask(layout, window))
+        dense = attend(query, key, value, dense_mask(layout, window))
     torch.testing.assert_close(flex, dense)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU: the block mask's tiles and backward exist there"
-)
+@pytest.mark.gpu  # flex_attention has a backward only there
 @every_rule
 def test_a_gpu_computes_the_same_under_both_forms_of_the_mask(window: int | None, documents: Tensor | None) -> None:
     """Outputs and gradients, with flex_attention compiled, at sizes of several tiles."""
@@ -150,7 +150,7 @@ def test_a_gpu_computes_the_same_under_both_forms_of_the_mask(window: int | None
     results = []
     for form, function in ((block_mask, torch.compile(attend)), (dense_mask, attend)):
         query, key, value = (t.clone().requires_grad_() for t in inputs)
-        output = function(query, key, value, form(anchors, keep, context, block, window, numbers))
+        output = function(query, key, value, form(Layout(anchors, keep, context, block, numbers), window))
         output.square().sum().backward()
         results.append([output, query.grad, key.grad, value.grad])
     for flex, dense in zip(*results, strict=True):
