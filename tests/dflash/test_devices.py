@@ -104,8 +104,7 @@ def read_late() -> float:
         del ones
         queued.set()
         assert let_go.wait(60)
-        for _ in range(3):
-            torch.zeros(2**22, device=CUDA)
+        box.append([torch.zeros(2**22, device=CUDA) for _ in range(3)])
 
     def take() -> float:
         assert queued.wait(60)

@@ -1,0 +1,444 @@
+"""Time the example's training as threads of one process and in other layouts, on one GPU: ``python benchmarks/dflash_layouts.py``.
+
+Five targets and three drafters, all on the GPU. A target has the sizes of Qwen3-0.6B with 32 layers (0.66 billion parameters) and
+random weights; drafters have 5 layers; sequences of 2,048 random tokens, 512 anchors, blocks of 16. Each sequence is read by a
+target and used for one step. The layouts:
+
+- ``threads``: the example as it is, a thread for each target and drafter.
+- ``stock``: the same program, with ``torch.compile`` in place of ``thread_safe_compile``.
+- ``one-thread``: the same work, one piece after the other in one thread.
+- ``processes``: a process for each target and drafter, queues between them, which hand over memory of the GPU.
+
+Each runs in a process of its own. Rates are of the steps after ``--warm-up``, the busy share is the share of time in which the GPU
+ran a kernel, as NVML reports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+import safecompile
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "dflash"
+if "--child=stock" in sys.argv:  # before the example decorates its functions
+
+    def _stock(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return torch.compile(function, **options) if function else partial(torch.compile, **options)
+
+    safecompile.thread_safe_compile = _stock  # type: ignore[assignment]
+sys.path.insert(0, str(EXAMPLE))
+
+import train  # noqa: E402  # after what it decorates with
+from config import Config  # noqa: E402
+from pipeline import WorkerError  # noqa: E402
+from target import Features, Target, Vocabulary  # noqa: E402
+
+LAYOUTS = ("threads", "stock", "one-thread", "processes")
+DEVICE = torch.device("cuda", 0)
+VOCABULARY = 151_936
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    summary, _, _ = (__doc__ or "").partition(":")
+    parser = argparse.ArgumentParser(description=f"{summary}.")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--warm-up", type=int, default=50, help="first steps, which rates leave out")
+    parser.add_argument("--targets", type=int, default=5)
+    parser.add_argument("--drafters", type=int, default=3)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--anchors", type=int, default=512)
+    parser.add_argument("--chunk-blocks", type=int, nargs="+", default=[64], help="several: one run for each")
+    parser.add_argument("--attention", choices=("auto", "dense"), nargs="+", default=["auto"], help="likewise")
+    parser.add_argument("--limit", type=float, default=500, help="seconds for one run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--child", choices=LAYOUTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.exit(2, "the layouts are compared on a GPU\n")
+    if options.child:
+        (result := options.folder / "result.json").write_text(json.dumps(measure(options)))
+        assert result.exists()
+        return
+    results = []
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_target(folder)
+        for layout in options.layouts:
+            for attention in options.attention:
+                for chunk_blocks in options.chunk_blocks:
+                    results.append(run(options, folder, layout, attention, chunk_blocks))
+                    print(describe(results[-1]), flush=True)
+                    if options.json:
+                        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def write_target(folder: Path) -> None:
+    """Write a target of 0.66 billion random weights in bfloat16."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    with DEVICE:
+        Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=VOCABULARY,
+                hidden_size=1024,
+                intermediate_size=3072,
+                num_hidden_layers=32,
+                num_attention_heads=16,
+                num_key_value_heads=8,
+                head_dim=128,
+                max_position_embeddings=40960,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=0,
+            )
+        ).to(torch.bfloat16).save_pretrained(folder)
+    torch.cuda.empty_cache()
+
+
+# --- the process that starts a layout's process, and watches the GPU
+
+
+class Sample(NamedTuple):
+    at: float
+    busy: float
+    memory: int
+
+
+def run(options: argparse.Namespace, folder: Path, layout: str, attention: str, chunk_blocks: int) -> dict[str, Any]:
+    """Run a layout in a process of its own and return what it measured, with what was seen of the GPU meanwhile."""
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, __file__, f"--child={layout}", f"--folder={folder}", f"--attention={attention}"]
+    command += [f"--chunk-blocks={chunk_blocks}"]
+    command += [
+        f"--{n.replace('_', '-')}={getattr(options, n)}"
+        for n in ("steps", "warm_up", "targets", "drafters", "length", "anchors")
+    ]
+    samples: list[Sample] = []
+    over = threading.Event()
+    watcher = threading.Thread(target=watch, args=(samples, over))
+    watcher.start()
+    began = time.time()
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=options.limit, check=False)
+        code, output = process.returncode, process.stderr
+    except subprocess.TimeoutExpired as error:
+        code, output = None, (error.stderr or b"").decode(errors="replace")
+    finally:
+        over.set()
+        watcher.join()
+    measured: dict[str, Any] = {"layout": layout, "attention": attention, "chunk_blocks": chunk_blocks, "exit": code}
+    measured |= json.loads(result.read_text()) if result.exists() else {"output": output[-4000:]}
+    times = measured.get("times", [])
+    measured["seconds"] = time.time() - began
+    measured["memory_of_gpu"] = max((s.memory for s in samples), default=0)
+    if len(times) > options.warm_up + 1:
+        first, last = times[options.warm_up], times[-1]
+        rate = options.length * (len(times) - 1 - options.warm_up) / (last - first)
+        within = [s.busy for s in samples if first <= s.at <= last]
+        measured |= {
+            "seconds_to_first_step": times[0] - began,
+            "tokens_per_second_of_a_drafter": rate,
+            "tokens_per_second": rate * options.drafters,
+            "busy": sum(within) / len(within) if within else None,
+        }
+    return measured
+
+
+def watch(samples: list[Sample], over: threading.Event) -> None:
+    """Look at the GPU five times a second."""
+    while not over.wait(0.2):
+        samples.append(Sample(time.time(), torch.cuda.utilization(0) / 100, torch.cuda.device_memory_used(0)))
+
+
+def describe(measured: dict[str, Any]) -> str:
+    """Return some lines about a run."""
+    name = f"{measured['layout']}, attention {measured['attention']}, {measured['chunk_blocks']} blocks a chunk"
+    lines = [f"{name}: {len(measured.get('times', []))} steps in {measured['seconds']:.0f} s, exit {measured['exit']}"]
+    if "tokens_per_second" in measured:
+        lines.append(
+            f"{measured['tokens_per_second']:,.0f} tok/s, {measured['tokens_per_second_of_a_drafter']:,.0f} of each drafter; "
+            f"GPU busy {measured['busy'] or 0:.0%}; first step after {measured['seconds_to_first_step']:.0f} s"
+        )
+    gib = 2**30
+    lines.append(
+        f"memory of the GPU {measured['memory_of_gpu'] / gib:.1f} GiB, allocated at most {measured.get('allocated', 0) / gib:.1f} GiB"
+    )
+    if "graphs" in measured:
+        graphs = ", ".join(f"{count} {name}" for name, count in measured["graphs"].items())
+        lines.append(f"graphs: {graphs}; losses {measured['losses'][:1]} to {measured['losses'][-1:]}")
+    if "waits" in measured:
+        lines.append(
+            "waits, share of the warm steps: " + ", ".join(f"{n} {w:.0%}" for n, w in measured["waits"].items())
+        )
+    lines += [f"error in {where}: {what}" for where, what in measured.get("errors", [])]
+    if measured.get("output"):
+        lines.append(measured["output"])
+    return "\n  ".join(lines)
+
+
+# --- a layout's process
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the layout that was asked for here, and return what was measured."""
+    config = Config(
+        device="cuda:0",
+        target=options.folder,
+        target_dtype="bfloat16",
+        autocast=True,
+        answers="data",
+        taps=None,
+        targets=options.targets,
+        drafters=options.drafters,
+        layers=5,
+        block_size=16,
+        prompt_length=options.length // 2,
+        response_length=options.length - options.length // 2,
+        sequences=1,
+        uses=1,
+        batch=1,
+        anchors=options.anchors,
+        chunk_blocks=options.chunk_blocks[0],
+        attention=options.attention[0],
+        gamma=7.0,
+        gradient="in_forward",
+        steps=options.steps,
+        optimizer="adamw",
+        lr=6e-4,
+    )
+    measured = Measured(options.warm_up)
+    {"one-thread": one_thread, "processes": processes}.get(options.child, threads)(config, measured)
+    return measured.result()
+
+
+class Measured:
+    """What a layout's process measures."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.times: list[float] = []
+        self.losses: list[float] = []
+        self.errors: list[tuple[str, str]] = []
+        self.waits: dict[str, float] = {}
+        self.elsewhere: dict[str, Any] = {}
+        self.warm_up = warm_up
+
+    def step(self, loss: float) -> None:
+        """Take note of the end of a step."""
+        self.times.append(time.time())
+        self.losses.append(loss)
+
+    def failed(self, where: str, error: BaseException) -> None:
+        """Take note of an error."""
+        self.errors.append(
+            (where, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        )
+
+    def result(self) -> dict[str, Any]:
+        """Return all in JSON's types."""
+        return {
+            "times": self.times,
+            "losses": self.losses,
+            "errors": self.errors,
+            "waits": self.waits,
+            "graphs": graphs(),
+            "compiled": safecompile.statistics().compiled,
+            "allocated": torch.cuda.max_memory_allocated(),
+        } | self.elsewhere
+
+
+def graphs() -> dict[str, int]:
+    """Return how often each function was compiled in this process, by torch's own count."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return dict(Counter(m.co_name or "backward" for m in get_compilation_metrics()))
+
+
+def tokens() -> Tensor:
+    """Return what sequences are drawn from: random ids."""
+    return torch.randint(2, VOCABULARY, (1_000_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+
+
+def load(config: Config, count: int) -> list[Target]:
+    """Load targets onto the GPU."""
+    found: list[Target] = []
+    for _ in range(count):
+        language = found[0].language if found else None
+        found.append(Target(config.target, config.taps, DEVICE, language=language, dtype=torch.bfloat16))
+    return found
+
+
+def threads(config: Config, measured: Measured) -> None:
+    """Run the example's own training."""
+    training = train.Training(config, tokens(), load(config, config.targets))
+    gradients = train.Replica.gradients
+    seen: dict[str, dict[str, float]] = {}
+
+    def watched(self: train.Replica, work: train.Work, step: int) -> Any:
+        try:
+            return gradients(self, work, step)
+        except Exception as error:
+            measured.failed(threading.current_thread().name, error)
+            raise
+
+    def report(step: int, *numbers: Any) -> None:
+        measured.step(training.replicas[0].losses[-1])
+        if step == measured.warm_up:
+            seen.update({name: dict(thread.seconds) for name, thread in training.monitor.threads.items()})
+
+    def tick() -> None:
+        training.monitor.sample()
+
+    train.Replica.gradients = watched  # type: ignore[method-assign]
+    try:
+        training.run(report, tick)
+    except WorkerError as error:
+        if not measured.errors:
+            measured.failed(error.worker, error.__cause__ or error)
+    for name, thread in training.monitor.threads.items():
+        warm = {state: s - seen.get(name, {}).get(state, 0.0) for state, s in thread.seconds.items()}
+        waited = sum(s for state, s in warm.items() if state.startswith("waits"))
+        measured.waits[name] = waited / max(1e-9, sum(warm.values()))
+    measured.elsewhere["replicas_differ_by"] = train.largest_difference(training.drafters)
+    if not measured.errors:
+        torch.cuda.synchronize()
+        measured.elsewhere["allocated"] = torch.cuda.max_memory_allocated()
+        measured.elsewhere["graphs"] = graphs()
+        del training.replicas
+        one = train.compiles_of_one_thread(config, tokens(), training.targets[0])
+        measured.elsewhere["compiled_by_one_thread"] = one
+
+
+def one_thread(config: Config, measured: Measured) -> None:
+    """Do all work in turn."""
+    targets = load(config, config.targets)
+    training = train.Training(config, tokens(), targets)
+    source = training.source
+    for step in range(config.steps):
+        losses = []
+        for index, replica in enumerate(training.replicas):
+            work = train.make_work(
+                config, source, targets[(step * config.drafters + index) % config.targets], step, index
+            )
+            losses.append(replica.gradients(work, step))
+        gradients = [[p.grad for p in r.drafter.parameters() if p.grad is not None] for r in training.replicas]
+        means = train.mean_gradients(gradients, DEVICE)
+        for replica in training.replicas:
+            for parameter, mean in zip(replica.drafter.parameters(), means, strict=True):
+                parameter.grad = mean
+            replica._optimizers.step()
+        measured.step(float(losses[0]))
+
+
+# --- a process for each role
+
+
+class Ends(NamedTuple):
+    """What the processes share: a queue from each target to each drafter, the way to each other, and the end."""
+
+    work: list[list[Any]]
+    gradients: list[Any]
+    barrier: Any
+    results: Any
+    over: Any
+
+
+def processes(config: Config, measured: Measured) -> None:
+    """Start a process for each target and drafter."""
+    context = torch.multiprocessing.get_context("spawn")
+    ends = Ends(
+        [[context.Queue(config.queue_depth) for _ in range(config.drafters)] for _ in range(config.targets)],
+        [context.Queue() for _ in range(config.drafters)],
+        context.Barrier(config.drafters),
+        context.Queue(),
+        context.Event(),
+    )
+    members = [context.Process(target=target_process, args=(config, i, ends)) for i in range(config.targets)]
+    members += [context.Process(target=drafter_process, args=(config, i, ends)) for i in range(config.drafters)]
+    for member in members:
+        member.start()
+    try:
+        results = [ends.results.get(timeout=480) for _ in range(config.drafters)]
+    finally:
+        ends.over.set()
+        for member in members:
+            member.join(20)
+            if member.is_alive():
+                member.kill()
+    results.sort(key=lambda result: result["index"])
+    measured.times, measured.losses = results[0]["times"], results[0]["losses"]
+    measured.elsewhere["graphs"] = dict(sum((Counter(result["graphs"]) for result in results), Counter()))
+    measured.elsewhere["allocated"] = sum(result["allocated"] for result in results)
+
+
+def target_process(config: Config, index: int, ends: Ends) -> None:
+    """Make every so manieth batch of work, on the default stream, on which the queue's thread hands it over."""
+    source = tokens()
+    (target,) = load(config, 1)
+    for ticket in range(index, config.steps * config.drafters, config.targets):
+        item, replica = divmod(ticket, config.drafters)
+        work = train.make_work(config, source, target, item, replica)
+        ends.work[index][replica].put((work.tokens, work.loss_mask, *work.features))
+    ends.over.wait()  # what was handed over is this process's memory
+
+
+def drafter_process(config: Config, index: int, ends: Ends) -> None:
+    """Train one replica."""
+    (target,) = load(config, 1)
+    vocabulary = Vocabulary(*(part.clone() for part in target.vocabulary(DEVICE)))
+    vocabulary = vocabulary._replace(head=vocabulary.embedding)  # tied
+    shape, taps, mask_id = target.shape, len(target.taps), target.language.mask_id
+    del target
+    torch.cuda.empty_cache()
+    replica = train.Replica(config, index, train.new_drafter(config, shape, taps, DEVICE), vocabulary, mask_id)
+    parameters = list(replica.drafter.parameters())
+    own = torch.empty(sum(p.numel() for p in parameters), device=DEVICE)
+    for other in range(config.drafters):
+        if other != index:
+            ends.gradients[other].put((index, own))
+    flat = {index: own} | dict(ends.gradients[index].get() for _ in range(config.drafters - 1))
+    in_order = [flat[i] for i in range(config.drafters)]
+    sizes = [p.numel() for p in parameters]
+    times, losses = [], []
+    for step in range(config.steps):
+        ticket = step * config.drafters + index
+        tokens_, loss_mask, tapped, normed = ends.work[ticket % config.targets][index].get()
+        loss = replica.gradients(train.Work(tokens_, loss_mask, Features(tapped, normed)), step)
+        torch.cat([p.grad.flatten() for p in parameters if p.grad is not None], out=own)
+        torch.cuda.synchronize()
+        ends.barrier.wait()
+        (mean,) = train.mean_gradients([[part] for part in in_order], DEVICE)
+        torch.cuda.synchronize()
+        ends.barrier.wait()
+        for parameter, part in zip(parameters, mean.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        replica._optimizers.step()
+        losses.append(float(loss))
+        times.append(time.time())
+        del tokens_, tapped, normed  # the sender's memory
+    allocated = torch.cuda.max_memory_allocated()
+    ends.results.put({"index": index, "times": times, "losses": losses, "graphs": graphs(), "allocated": allocated})
+    ends.over.wait()
+
+
+if __name__ == "__main__":
+    main()
