@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
@@ -268,7 +269,7 @@ def test_the_largest_logits_are_those_of_the_softmax(change: dict[str, Any]) -> 
     given = inputs() | change
     counted = torch.ones(BATCH, BLOCKS, SLOTS)
     rows, head, kl_weight, labels = (given[name] for name in ("draft_normed", "head", "kl_weight", "labels"))
-    whole = torch.compile(chunk_loss.__wrapped__, backend=backend, fullgraph=True, dynamic=False)
+    whole = torch.compile(inspect.unwrap(chunk_loss), backend=backend, fullgraph=True, dynamic=False)
     whole(rows, None, counted, head, kl_weight, labels, given["dpace_alpha"])[0].backward()
     forward, backward = graphs
     assert count(forward, torch.ops.aten.amax.default) == 1
