@@ -71,6 +71,41 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
     return torch.exp(-(slots - 1) / gamma) * (slots > 0)
 
 
+def dpace_weights(confidence: Tensor, counts: Tensor, alpha: Tensor) -> Tensor:
+    """Return D-PACE's weights of the slots of each block, float32 ``[..., B - 1]`` (arXiv 2605.18810, equations 7 and 8).
+
+    With the smoothed confidence ``s = (1 - alpha) q + alpha``, slot ``j`` weighs ``sum over m >= j of the product over i <= m of s_i``:
+    what it adds to the accepted length that is expected. A slot that does not count weighs nothing, has a factor of 1 in the products and is left
+    out of the sums, as in SpecForge (``_dpace_weight``), speculators (``dpace_loss_decay``) and Model-Optimizer (``_dpace_position_weights``).
+
+    Args:
+        confidence: ``q = exp(-CE)``, float32 ``[..., B - 1]``, the drafter's probability of each label; also where the loss is a divergence,
+            as in Model-Optimizer.
+        counts: bool ``[..., B - 1]``.
+        alpha: float32 scalar; at 1 the weights of a block that counts as a whole are ``B - j``, whatever the confidence.
+    """
+    smoothed = torch.where(counts, (1 - alpha) * confidence + alpha, 1.0)
+    reached = smoothed.cumprod(-1) * counts
+    return reached.flip(-1).cumsum(-1).flip(-1) * counts
+
+
+def shares(correct: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how well each draft slot was drafted; NaN where no block counts.
+
+    Args:
+        correct: bool ``[batch, N, B - 1]``.
+        counts: bool ``[batch, N, B - 1]``.
+
+    Returns:
+        accuracy: float32 ``[B - 1]``, the share of the rows that count that are correct.
+        acceptance: float32 ``[B - 1]``, the share of blocks in which the slot and all before it are correct, of those in which all these
+            count: what equation 1 of the paper counts when decoding, here with the data's tokens for the target's.
+    """
+    right = correct & counts
+    of = torch.stack((right, counts, right.cumprod(-1), counts.cumprod(-1))).sum((1, 2))
+    return of[0] / of[1], of[2] / of[3]
+
+
 def labels(
     tokens: Tensor,
     loss_mask: Tensor,

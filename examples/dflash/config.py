@@ -127,7 +127,14 @@ class Config:
     batch: int = _option(4, "sequences in one training step of one replica", at_least=1)
     anchors: int = _option(16, "blocks a sequence (paper: 512)", at_least=1)
 
+    position_weights: Literal["decay", "dpace"] = _option(
+        "decay",
+        "what a block's slots weigh in the loss: equation 4 of the paper, or what the drafter's own confidence says (D-PACE, arXiv 2605.18810)",
+    )
     gamma: float = _option(4.0, "decay of the position weights (paper: 7 for blocks of 16, 4 for blocks of 8)", above=0)
+    dpace_alpha: float = _option(
+        0.5, "smoothing of D-PACE's confidence: at 1 it plays no role (D-PACE's paper: 0.5)", above=0, at_most=1
+    )
     kl_weight: float = _option(
         0.5,
         "share of the soft-label divergence in the loss, the rest is cross entropy (paper: 0)",
@@ -211,6 +218,11 @@ class Config:
             raise ConfigError(
                 f"chunk_blocks ({self.chunk_blocks}) must divide anchors ({self.anchors}), "
                 "or the last chunk has a shape of its own and is compiled again"
+            )
+        if self.position_weights != "dpace" and self.dpace_alpha != Config.dpace_alpha:
+            raise ConfigError(
+                f"dpace_alpha is {self.dpace_alpha}, but position_weights is {self.position_weights!r}, which has no use for it: leave it "
+                "out, or set position_weights to 'dpace'"
             )
         if self.layer_types is not None and len(self.layer_types) != self.layers:
             raise ConfigError(f"layer_types names {len(self.layer_types)} layers, but layers is {self.layers}")

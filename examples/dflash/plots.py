@@ -41,12 +41,18 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def loss(folder: RunFolder) -> None:
-    """Draw ``loss.png``: the loss of each step."""
+    """Draw ``loss.png``: the loss of each step, and the expected acceptance length."""
     steps = folder.metrics("step")
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
-    axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], linewidth=1)
-    axes.set(xlabel="step", ylabel="loss, first replica")
+    beside = axes.twinx()
+    for own, name, label, color in (
+        (axes, "loss", "loss, first replica", "tab:blue"),
+        (beside, "eal", "expected acceptance length, first replica", "tab:green"),
+    ):
+        own.plot([s["step"] for s in steps], [s[name] for s in steps], linewidth=1, color=color)
+        own.set_ylabel(label, color=color)
+    axes.set_xlabel("step")
     _save(figure, folder.path / "loss.png")
 
 

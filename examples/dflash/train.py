@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from checkpoints import Snapshot
 from config import Config
 from data import Source
 from drafter import Drafter, DrafterShape
-from loss import chunked_loss
+from loss import BlockLoss, chunked_loss
 from monitor import Monitor
 from pipeline import Crew, Meeting, OrderedQueue, Stopped, Tickets
 from safecompile import statistics
@@ -287,6 +288,36 @@ class GradientExchange:
             parameter.grad = mean
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """How well the blocks of one step were drafted, in slots 1 to ``B - 1``, see `blocks.shares`; NaN for a slot that no block counts in.
+
+    Attributes:
+        accuracy: of each slot by itself.
+        acceptance: of each slot with all before it.
+    """
+
+    accuracy: list[float]
+    acceptance: list[float]
+
+    @property
+    def eal(self) -> float:
+        """Expected acceptance length, the drafted tokens and the target's own, if the drafter were to decode the labels (paper, equation 1).
+
+        One more than the sum of ``acceptance``, whose products are taken block by block, while speculators' ``eal`` adds products of the slots'
+        mean accuracies up, without the one. A slot that no block counts in adds nothing.
+        """
+        return 1.0 + sum(share for share in self.acceptance if not math.isnan(share))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all numbers in JSON's types, which have no NaN, by the names that lines of metrics have for them."""
+        accuracy, acceptance = (
+            [None if math.isnan(share) else round(share, 4) for share in shares]
+            for shares in (self.accuracy, self.acceptance)
+        )
+        return {"accuracy": accuracy, "acceptance_by_position": acceptance, "eal": round(self.eal, 4)}
+
+
 class Replica:
     """One drafter thread's model, optimizer and frozen vocabulary.
 
@@ -296,6 +327,7 @@ class Replica:
     Attributes:
         step: whole steps behind the weights, those before a resume among them.
         losses: of the steps since the start or the resume.
+        drafted: in the last of them; None before the first.
     """
 
     def __init__(self, config: Config, index: int, drafter: Drafter, vocabulary: Vocabulary, mask_id: int) -> None:
@@ -304,6 +336,7 @@ class Replica:
         self.drafter = drafter
         self.step = 0
         self.losses: list[float] = []
+        self.drafted: Drafted | None = None
         self._within_update = False
         self._mask_id = mask_id
         self._vocabulary = vocabulary
@@ -319,9 +352,12 @@ class Replica:
             clip=config.clip,
         )
         self._context_positions = torch.arange(config.length, device=self._device).unsqueeze(0)
-        self._weights = blocks.slot_weights(config.block_size, config.gamma)[1:].repeat(config.anchors).to(self._device)
-        # A tensor, so that a schedule of it makes no new compiles.
+        dpace = config.position_weights == "dpace"
+        weights = torch.ones(config.block_size) if dpace else blocks.slot_weights(config.block_size, config.gamma)
+        self._weights = weights[1:].to(self._device)
+        # Tensors, so that other values, or a schedule of them, make no new compiles.
         self._kl_weight = torch.tensor(config.kl_weight, device=self._device)
+        self._dpace_alpha = torch.tensor(config.dpace_alpha, device=self._device) if dpace else None
 
     def run(
         self,
@@ -344,13 +380,13 @@ class Replica:
                 end = (self.step // self.config.uses + 1) * self.config.uses
                 for step in range(self.step, min(end, self.config.steps)):
                     monitor.now("trains")
-                    loss = self.gradients(work, step)
+                    made = self.gradients(work, step)
                     monitor.now("waits for replicas")
-                    self._update(exchange, loss, monitor)
+                    self._update(exchange, made, monitor)
                     monitor.count(self.config.batch * self.config.length)
                     report(step, self.losses[-1])
 
-    def _update(self, exchange: GradientExchange, loss: Tensor, monitor: Monitor) -> None:
+    def _update(self, exchange: GradientExchange, made: BlockLoss, monitor: Monitor) -> None:
         # From before the meeting on: a replica that has passed it makes this step, however late its thread wakes up.
         self._within_update = True
         try:
@@ -360,7 +396,8 @@ class Replica:
             raise
         monitor.now("trains")
         norm = self._optimizers.step()
-        value, size = torch.stack((loss, norm)).tolist()  # waits for the device: the update is complete
+        # In one piece, because it waits for the device: the update is complete.
+        value, size, *shares = torch.cat((torch.stack((made.loss, norm)), made.accuracy, made.acceptance)).tolist()
         # Not the loss alone: one replica's gradient spoils the weights of all. Raised inside the update, so that none is saved.
         if not (math.isfinite(value) and math.isfinite(size)):
             raise FloatingPointError(
@@ -369,6 +406,8 @@ class Replica:
             )
         self.step += 1
         self.losses.append(value)
+        drafts = len(shares) // 2
+        self.drafted = Drafted(shares[:drafts], shares[drafts:])
         self._within_update = False
 
     @property
@@ -386,19 +425,19 @@ class Replica:
         self.drafter.load_state_dict(snapshot.weights)
         self._optimizers.restore(snapshot.optimizer, snapshot.step)
 
-    def make_step(self, work: Work, step: int) -> Tensor:
-        """Make one step alone, without other replicas; return its loss, a scalar tensor. Nothing waits for the device."""
-        loss = self.gradients(work, step)
+    def make_step(self, work: Work, step: int) -> BlockLoss:
+        """Make one step alone, without other replicas; return its loss, without gradient. Nothing waits for the device."""
+        made = self.gradients(work, step)
         self._optimizers.step()
-        return loss
+        return made
 
-    def gradients(self, work: Work, step: int) -> Tensor:
-        """Let the parameters have the gradients of one step; return its loss, a scalar tensor."""
-        loss = self.loss(work, step)
-        loss.backward()
-        return loss.detach()
+    def gradients(self, work: Work, step: int) -> BlockLoss:
+        """Let the parameters have the gradients of one step; return its loss, without gradient."""
+        made = self.loss(work, step)
+        made.loss.backward()
+        return made._replace(loss=made.loss.detach())
 
-    def loss(self, work: Work, step: int) -> Tensor:
+    def loss(self, work: Work, step: int) -> BlockLoss:
         """Return the loss of one step: some of the work's sequences, with anchors drawn for this step alone.
 
         Anchors are drawn anew each time a sequence is used (paper, section 4.2 and A.1).
@@ -440,8 +479,9 @@ class Replica:
                 self._vocabulary.head,
                 self._kl_weight,
                 drafted(labels),
-                chunk_rows=config.chunk_rows,
+                chunk_blocks=config.chunk_blocks,
                 gradient=config.gradient,
+                dpace_alpha=self._dpace_alpha,
             )
 
 

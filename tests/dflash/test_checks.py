@@ -33,7 +33,14 @@ def run(config: Config, **parts: dict[str, Any]) -> demo.Run:
         name: drafter | {"tau_not_looping": tau} for name, tau in (("untrained", 1), ("n-gram", 2), ("trained", 4))
     }
     made.summary = {
-        "training": {"loss_first_tenth": 5.0, "loss_last_tenth": 1.0, "largest_difference_between_replicas": 0.0},
+        "training": {
+            "loss_first_tenth": 5.0,
+            "loss_last_tenth": 1.0,
+            "eal_first_tenth": 1.0,
+            "eal_last_tenth": 3.0,
+            "largest_difference_between_replicas": 0.0,
+        }
+        | parts.get("training", {}),
         "graphs": {"compiled_by_all_threads": 3, "compiled_by_one_thread": 3} | parts.get("graphs", {}),
         "evaluation": {"references": 2, "valid": True, "drafters": drafters | parts.get("drafters", {})},
     }
@@ -47,6 +54,21 @@ def failures(made: demo.Run) -> list[str]:
 @pytest.mark.parametrize(("alone", "failed"), [(3, []), (4, [COMPILES]), (0, [COMPILES]), (None, [])])
 def test_graphs_are_compared_with_those_of_one_thread_if_there_are_any(alone: int | None, failed: list[str]) -> None:
     assert failures(run(Config(), graphs={"compiled_by_one_thread": alone})) == failed
+
+
+@pytest.mark.parametrize(
+    ("weights", "training", "failed"),
+    [
+        ("decay", {"loss_last_tenth": 5.0}, ["the loss did not fall"]),
+        ("decay", {"eal_last_tenth": 1.0}, []),
+        ("dpace", {"loss_last_tenth": 5.0}, []),
+        ("dpace", {"eal_last_tenth": 1.0}, ["the expected acceptance length did not rise"]),
+    ],
+)
+def test_the_loss_falls_or_where_it_need_not_the_expected_acceptance_length_rises(
+    weights: Any, training: dict[str, Any], failed: list[str]
+) -> None:
+    assert failures(run(Config(position_weights=weights), training=training)) == failed
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def test_the_defaults_are_valid() -> None:
         {"gradient": "kept"},
         {"kl_weight": 1.5},
         {"gamma": 0.0},
+        {"position_weights": "uniform"},
+        {"dpace_alpha": 0.0, "position_weights": "dpace"},
+        {"dpace_alpha": 1.5, "position_weights": "dpace"},
+        {"dpace_alpha": 0.25},
         {"lr": float("nan")},
         {"warmup_ratio": 1.0},
         {"optimizer": "sgd"},
@@ -57,6 +61,11 @@ def test_the_defaults_are_valid() -> None:
 def test_what_cannot_work_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         replace(Config(), **change).validate()
+
+
+def test_weights_from_confidence_go_with_any_share_of_the_divergence() -> None:
+    for kl_weight in (0.0, 0.5, 1.0):
+        replace(Config(), position_weights="dpace", dpace_alpha=0.25, kl_weight=kl_weight).validate()
 
 
 def test_a_batch_of_work_is_used_up_by_the_steps_made_with_it() -> None:

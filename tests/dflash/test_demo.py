@@ -185,6 +185,10 @@ complete = (run / "drafter" / "model.safetensors").read_bytes()
 weights = load_file(run / "drafter" / "model.safetensors")
 losses = steps_and_losses()
 assert [step for step, _ in losses] == list(range(8)), losses
+for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+    if line["kind"] == "step":
+        assert len(line["accuracy"]) == len(line["acceptance_by_position"]), line
+        assert abs(line["eal"] - 1 - sum(share or 0 for share in line["acceptance_by_position"])) < 1e-3, line
 total = next(count)
 
 rng = random.Random(0)

@@ -104,7 +104,7 @@ def test_changes_of_state_become_spans_up_to_the_end() -> None:
 def test_pictures_are_made_from_the_folder_alone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, Config())
     folder.begin()
-    folder.metric("step", step=0, loss=1.0)
+    folder.metric("step", step=0, loss=1.0, eal=1.5)
     folder.metric("thread", seconds=0.0, thread="target-0", state="answers")
     plots.loss(folder)
     plots.threads(folder, 2.0)

@@ -91,7 +91,7 @@ def test_every_weight_of_it_gets_a_gradient_and_each_graph_is_compiled_once(targ
     work = train.make_work(OWN, TEXT, target, 0, 0)
     for step in range(3):
         drafter.zero_grad()
-        replica.loss(work, step).backward()
+        replica.loss(work, step).loss.backward()
         assert all(p.grad is not None and p.grad.count_nonzero() for p in drafter.parameters())
     assert statistics().compiled - before == 3  # the drafter, the loss of a chunk, the choice of a token
 

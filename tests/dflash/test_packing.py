@@ -95,7 +95,7 @@ def test_the_loss_in_a_packed_sequence_is_that_of_the_conversation_alone(target:
     drafter = train.new_drafter(config, target.shape, 3, CPU)
     replica = train.Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
     losses = [
-        replica.loss(train.make_work(config, Conversations((one,)), target, 0, 0), 0)
+        replica.loss(train.make_work(config, Conversations((one,)), target, 0, 0), 0).loss
         for one in (learned, packed, packed._replace(documents=None))
     ]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)

@@ -67,6 +67,8 @@ def test_every_piece_is_found_where_the_map_says_and_names_its_source(
         ("blocks.py", "labels"),
         ("blocks.py", "positions"),
         ("blocks.py", "sample_anchors"),
+        ("blocks.py", "dpace_weights"),
+        ("blocks.py", "shares"),
         ("blocks.py", "slot_weights"),
         ("drafter.py", "Attention"),
         ("drafter.py", "Drafter.context"),

@@ -228,6 +228,8 @@ CHANGES: dict[str, Any] = {
     "batch": 1,
     "anchors": 8,
     "gamma": 7.0,
+    "position_weights": "dpace",
+    "dpace_alpha": 0.25,
     "kl_weight": 0.0,
     "chunk_blocks": 4,
     "gradient": "in_forward",

@@ -20,6 +20,7 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 import optimizer
 import train
 from config import Config
+from loss import BlockLoss
 from pipeline import WorkerError
 from speculative import DFlashProposer, greedy, speculate
 from target import Target
@@ -165,6 +166,57 @@ def test_the_graph_of_a_compiled_optimizer_is_counted_on_both_sides(
     assert training.compiled == train.compiles_of_one_thread(CONFIG, TEXT, target) == 4
 
 
+@pytest.mark.parametrize("change", [{}, {"position_weights": "dpace"}], ids=["decay", "dpace"])
+def test_a_step_says_how_well_its_blocks_were_drafted(tiny_target: Path, change: dict[str, Any]) -> None:
+    """What a run's steps report is what each of them says when a thread makes them alone."""
+    config = replace(CONFIG, targets=1, drafters=1, steps=6, **change)
+    (target,) = targets(tiny_target, 1)
+    training, reported = train.Training(config, TEXT, [target]), list[train.Drafted]()
+
+    def report(step: int, loss: float) -> None:
+        drafted = training.replicas[0].drafted
+        assert drafted
+        reported.append(drafted)
+
+    training.run(report)
+    drafter = train.new_drafter(config, target.shape, 3, CPU)
+    replica = train.Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
+    assert replica.drafted is None
+    for step, drafted in enumerate(reported):
+        made = replica.make_step(train.make_work(config, TEXT, target, step // config.uses, 0), step)
+        assert str(drafted.accuracy) == str(
+            made.accuracy.tolist()
+        )  # as text, a share that is no number is equal to itself
+        assert str(drafted.acceptance) == str(made.acceptance.tolist())
+        assert training.losses[step] == made.loss.item()
+    assert len(reported) == 6
+    assert all(len(drafted.accuracy) == len(drafted.acceptance) == config.block_size - 1 for drafted in reported)
+    assert len({str(drafted) for drafted in reported}) > 1
+
+
+def test_the_expected_acceptance_length_leaves_out_slots_that_no_block_counts_in() -> None:
+    drafted = train.Drafted([0.75, 0.5, math.nan], [0.75, 0.5, math.nan])
+    assert drafted.eal == 2.25
+    assert drafted.as_json() == {
+        "accuracy": [0.75, 0.5, None],
+        "acceptance_by_position": [0.75, 0.5, None],
+        "eal": 2.25,
+    }
+
+
+def test_threads_train_with_weights_from_confidence_as_with_those_that_decay(
+    tiny_target: Path, first: train.Training
+) -> None:
+    config = replace(CONFIG, position_weights="dpace", steps=8)
+    torch.compiler.reset()
+    one, five = (run(tiny_target, count, config) for count in (1, 5))
+    assert one.losses == five.losses
+    assert one.losses[0] != first.losses[0]
+    assert train.largest_difference(one.drafters + five.drafters) == 0.0
+    assert one.compiled == train.compiles_of_one_thread(config, TEXT, five.targets[0]) == 3
+    assert run(tiny_target, 1, replace(config, dpace_alpha=0.25)).losses[0] != one.losses[0]
+
+
 def breaking(worker: str, call: int, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``original`` with a fault in the worker's call of that number."""
     calls = itertools.count()
@@ -232,9 +284,9 @@ def test_training_that_diverges_ends_before_anything_of_it_can_be_saved(
 ) -> None:
     original, calls, steps = train.Replica.loss, itertools.count(), list[int]()
 
-    def loss(self: train.Replica, work: train.Work, step: int) -> Tensor:
-        value = original(self, work, step)
-        return spoil(value) if self.index == 1 and next(calls) == 3 else value
+    def loss(self: train.Replica, work: train.Work, step: int) -> BlockLoss:
+        made = original(self, work, step)
+        return made._replace(loss=spoil(made.loss)) if self.index == 1 and next(calls) == 3 else made
 
     monkeypatch.setattr(train.Replica, "loss", loss)
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
@@ -277,7 +329,7 @@ def test_a_target_in_bfloat16_trains_a_drafter_in_float32_and_decodes_with_it(ti
     assert work.features.tapped.dtype == work.features.normed.dtype == torch.bfloat16
     drafter = train.new_drafter(config, target.shape, 3, CPU)
     replica = train.Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
-    replica.loss(work, 0).backward()
+    replica.loss(work, 0).loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in drafter.parameters())
     decoded = speculate(target, DFlashProposer(drafter, target, 4), work.tokens[0, :8], 8)
     assert len(decoded.tokens) == 8 or decoded.tokens[-1] == 0
