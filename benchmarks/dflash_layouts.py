@@ -16,6 +16,7 @@ ran a kernel, as NVML reports it.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import subprocess
 import sys
@@ -51,6 +52,7 @@ from target import Features, Target, Vocabulary  # noqa: E402
 LAYOUTS = ("threads", "stock", "one-thread", "processes")
 DEVICE = torch.device("cuda", 0)
 VOCABULARY = 151_936
+RESULT = "result.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--chunk-blocks", type=int, nargs="+", default=[64], help="several: one run for each")
     parser.add_argument("--attention", choices=("auto", "dense"), nargs="+", default=["auto"], help="likewise")
+    parser.add_argument("--kl-weight", type=float, default=0.5)
+    parser.add_argument("--eager-target", action="store_true", help="do not compile the target's layers")
     parser.add_argument("--limit", type=float, default=500, help="seconds for one run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--child", choices=LAYOUTS, help=argparse.SUPPRESS)
@@ -73,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         parser.exit(2, "the layouts are compared on a GPU\n")
     if options.child:
-        (result := options.folder / "result.json").write_text(json.dumps(measure(options)))
-        assert result.exists()
+        faulthandler.dump_traceback_later(options.limit - 10, exit=True)  # says where a run hangs
+        (options.folder / RESULT).write_text(json.dumps(measure(options)))
         return
     results = []
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
@@ -125,14 +129,15 @@ class Sample(NamedTuple):
 
 def run(options: argparse.Namespace, folder: Path, layout: str, attention: str, chunk_blocks: int) -> dict[str, Any]:
     """Run a layout in a process of its own and return what it measured, with what was seen of the GPU meanwhile."""
-    result = folder / "result.json"
+    result = folder / RESULT
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, f"--child={layout}", f"--folder={folder}", f"--attention={attention}"]
     command += [f"--chunk-blocks={chunk_blocks}"]
     command += [
         f"--{n.replace('_', '-')}={getattr(options, n)}"
-        for n in ("steps", "warm_up", "targets", "drafters", "length", "anchors")
+        for n in ("limit", "steps", "warm_up", "targets", "drafters", "length", "anchors", "kl_weight")
     ]
+    command += ["--eager-target"] * options.eager_target
     samples: list[Sample] = []
     over = threading.Event()
     watcher = threading.Thread(target=watch, args=(samples, over))
@@ -147,7 +152,7 @@ def run(options: argparse.Namespace, folder: Path, layout: str, attention: str, 
         over.set()
         watcher.join()
     measured: dict[str, Any] = {"layout": layout, "attention": attention, "chunk_blocks": chunk_blocks, "exit": code}
-    measured |= json.loads(result.read_text()) if result.exists() else {"output": output[-4000:]}
+    measured |= json.loads(result.read_text()) if result.exists() else {"output": output[-40000:]}
     times = measured.get("times", [])
     measured["seconds"] = time.time() - began
     measured["memory_of_gpu"] = max((s.memory for s in samples), default=0)
@@ -185,14 +190,19 @@ def describe(measured: dict[str, Any]) -> str:
     )
     if "graphs" in measured:
         graphs = ", ".join(f"{count} {name}" for name, count in measured["graphs"].items())
-        lines.append(f"graphs: {graphs}; losses {measured['losses'][:1]} to {measured['losses'][-1:]}")
+        counts = (
+            f"{measured['compiled']}, one thread alone {measured['compiled_by_one_thread']}"
+            if "compiled_by_one_thread" in measured
+            else ""
+        )
+        lines.append(f"graphs {counts}: {graphs}; losses {measured['losses'][:1]} to {measured['losses'][-1:]}")
     if "waits" in measured:
         lines.append(
             "waits, share of the warm steps: " + ", ".join(f"{n} {w:.0%}" for n, w in measured["waits"].items())
         )
     lines += [f"error in {where}: {what}" for where, what in measured.get("errors", [])]
     if measured.get("output"):
-        lines.append(measured["output"])
+        lines.append(measured["output"][-2000:])
     return "\n  ".join(lines)
 
 
@@ -206,6 +216,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         target=options.folder,
         target_dtype="bfloat16",
         autocast=True,
+        compile_target=not options.eager_target,
         answers="data",
         taps=None,
         targets=options.targets,
@@ -221,6 +232,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         chunk_blocks=options.chunk_blocks[0],
         attention=options.attention[0],
         gamma=7.0,
+        kl_weight=options.kl_weight,
         gradient="in_forward",
         steps=options.steps,
         optimizer="adamw",
@@ -261,16 +273,15 @@ class Measured:
             "errors": self.errors,
             "waits": self.waits,
             "graphs": graphs(),
-            "compiled": safecompile.statistics().compiled,
             "allocated": torch.cuda.max_memory_allocated(),
         } | self.elsewhere
 
 
 def graphs() -> dict[str, int]:
-    """Return how often each function was compiled in this process, by torch's own count."""
+    """Return the graphs of each function that this process has compiled, by torch's own count."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    return dict(Counter(m.co_name or "backward" for m in get_compilation_metrics()))
+    return dict(Counter(str(m.co_name) for m in get_compilation_metrics() if m.graph_node_count))
 
 
 def tokens() -> Tensor:
@@ -283,7 +294,16 @@ def load(config: Config, count: int) -> list[Target]:
     found: list[Target] = []
     for _ in range(count):
         language = found[0].language if found else None
-        found.append(Target(config.target, config.taps, DEVICE, language=language, dtype=torch.bfloat16))
+        found.append(
+            Target(
+                config.target,
+                config.taps,
+                DEVICE,
+                language=language,
+                dtype=torch.bfloat16,
+                compiled=config.compile_target,
+            )
+        )
     return found
 
 
@@ -318,6 +338,7 @@ def threads(config: Config, measured: Measured) -> None:
         warm = {state: s - seen.get(name, {}).get(state, 0.0) for state, s in thread.seconds.items()}
         waited = sum(s for state, s in warm.items() if state.startswith("waits"))
         measured.waits[name] = waited / max(1e-9, sum(warm.values()))
+    measured.elsewhere["compiled"] = training.compiled
     measured.elsewhere["replicas_differ_by"] = train.largest_difference(training.drafters)
     if not measured.errors:
         torch.cuda.synchronize()

@@ -40,7 +40,7 @@ KEPT = 2
 NOT_IN_CONTRACT = frozenset(
     (
         # How the work is done, not what it is.
-        *("device", "attention", "targets", "queue_depth", "save_every", "trust_remote_code"),
+        *("device", "attention", "compile_target", "targets", "queue_depth", "save_every", "trust_remote_code"),
         # Places; what is there is in the contract by its content.
         *("target", "text", "data", "cache"),
         # What measures the weights.
@@ -113,6 +113,8 @@ def environment(config: Config) -> dict[str, str]:
         "transformers": transformers.__version__,
         "backend": BACKEND,
         "devices": ", ".join(sorted({device.type for device in config.devices()})),
+        "attention": config.attention,
+        "compile_target": str(config.compile_target),
     }
 
 

@@ -76,6 +76,9 @@ class Config:
     target_dtype: Literal["float32", "bfloat16"] = _option(
         "float32", "precision of the target's weights and features; bfloat16 needs autocast"
     )
+    compile_target: bool = _option(
+        False, "compile the target's layers for its passes over whole sequences; takes Python's share of them away"
+    )
     trust_remote_code: bool = _option(False, "run Python code that comes with the target")
     text: Path | None = _option(None, "folder of text (the standard library's sources)")
     data: Path | None = _option(
@@ -234,6 +237,10 @@ class Config:
             )
         if self.packing and (self.data is None or self.answers != "data"):
             raise ConfigError("packing needs conversations with answers that are there: name data, and answers 'data'")
+        if self.packing and self.compile_target:
+            raise ConfigError(
+                "compile_target would compile anew for each number and length of packed conversations: leave out one of them"
+            )
         if self.data is not None and self.text is not None:
             raise ConfigError(f"data is {self.data} and text is {self.text}: name one of them")
         if self.target_dtype == "bfloat16" and not self.autocast:

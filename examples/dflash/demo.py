@@ -223,6 +223,7 @@ def _targets(config: Config, taps: tuple[int, ...], language: Language, count: i
             trust_remote_code=config.trust_remote_code,
             language=language,
             dtype=getattr(torch, config.target_dtype),
+            compiled=config.compile_target,
         )
         for device in config.devices()[:count]
     ]

@@ -272,6 +272,8 @@ def test_every_option_either_may_change_or_is_in_the_contract(config: Config, tm
     shutil.copytree(config.target, tmp_path / "moved target")
     free: dict[str, Any] = {
         "device": "cpu,cpu",
+        "attention": "dense",
+        "compile_target": True,
         "targets": 1,
         "queue_depth": 7,
         "save_every": 7,
@@ -288,7 +290,8 @@ def test_every_option_either_may_change_or_is_in_the_contract(config: Config, tm
     assert free.keys() == checkpoints.NOT_IN_CONTRACT
     checkpoint = Checkpoints(tmp_path, replace(config, **free), TEXT).resumable()
     assert checkpoint is not None
-    assert checkpoint.notes == ()
+    for name, note in zip(("attention", "compile_target"), checkpoint.notes, strict=True):
+        assert f"was made with {name} " in note
 
 
 def test_another_target_or_text_in_the_same_place_is_refused(config: Config, tmp_path: Path) -> None:

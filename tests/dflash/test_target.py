@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 
 import checkpoints
 from config import Config, ConfigError
+from safecompile import statistics
 from speculative import DFlashProposer, greedy, speculate
 from target import Target, choose, language_of, read_config, tapped_layers
 from tests.helpers.models import tiny_model
@@ -47,6 +48,20 @@ def test_a_shallow_target_needs_named_taps() -> None:
 def test_a_tap_outside_the_target_is_refused(tiny_target: Path) -> None:
     with pytest.raises(ConfigError, match="0 to 4"):
         Target(tiny_target, (1, 5), CPU)
+
+
+def test_compiled_layers_are_one_graph_for_all_targets_and_shapes_of_training(tiny_target: Path) -> None:
+    """Passes with a cache, whose shapes grow, compile nothing."""
+    plain = Target(tiny_target, (0, 2), CPU)
+    compiled = [Target(tiny_target, (0, 2), CPU, compiled=True) for _ in range(2)]
+    tokens = torch.randint(2, 258, (2, 9), generator=torch.Generator().manual_seed(0))
+    before = statistics().compiled
+    for target in (*compiled, compiled[0]):
+        for found, expected in zip(target.forward(tokens), plain.forward(tokens), strict=True):
+            torch.testing.assert_close(found, expected)
+    assert statistics().compiled - before == 1
+    assert greedy(compiled[0], tokens[0], 8) == greedy(plain, tokens[0], 8)
+    assert statistics().compiled - before == 1
 
 
 def test_features_are_outputs_of_the_tapped_layers_and_the_last_norm(tiny_target: Path) -> None:
