@@ -367,7 +367,7 @@ def one_thread(config: Config, measured: Measured) -> None:
             for parameter, mean in zip(replica.drafter.parameters(), means, strict=True):
                 parameter.grad = mean
             replica._optimizers.step()
-        measured.step(float(losses[0]))
+        measured.step(float(losses[0].loss))
 
 
 # --- a process for each role
@@ -443,7 +443,7 @@ def drafter_process(config: Config, index: int, ends: Ends) -> None:
     for step in range(config.steps):
         ticket = step * config.drafters + index
         tokens_, loss_mask, tapped, normed = ends.work[ticket % config.targets][index].get()
-        loss = replica.gradients(train.Work(tokens_, loss_mask, Features(tapped, normed)), step)
+        made = replica.gradients(train.Work(tokens_, loss_mask, Features(tapped, normed)), step)
         torch.cat([p.grad.flatten() for p in parameters if p.grad is not None], out=own)
         torch.cuda.synchronize()
         ends.barrier.wait()
@@ -453,7 +453,7 @@ def drafter_process(config: Config, index: int, ends: Ends) -> None:
         for parameter, part in zip(parameters, mean.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
         replica._optimizers.step()
-        losses.append(float(loss))
+        losses.append(float(made.loss))
         times.append(time.time())
         del tokens_, tapped, normed  # the sender's memory
     allocated = torch.cuda.max_memory_allocated()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,8 @@ def test_gradients_are_averaged_too_early_without_events() -> None:
 
 def read_late() -> float:
     """Return the sum of 2**22 ones that a thread reads late, while the one that made them has memory of that size filled with zeros."""
-    queued, let_go, box = threading.Event(), threading.Event(), []
+    queued, let_go = threading.Event(), threading.Event()
+    box: list[Any] = []
 
     def give() -> None:
         ones = torch.ones(2**22, device=CUDA)
