@@ -47,7 +47,7 @@ NOT_IN_CONTRACT = frozenset(
             "trust_remote_code",
         ),  # how the work is done, not what it is
         *("target", "text", "data", "cache"),  # places; what is there is in the contract by its content
-        *("tau", "eval_prompts", "eval_prompt_length", "eval_new_tokens"),  # measure the weights
+        *("tau", "eval_every", "eval_prompts", "eval_prompt_length", "eval_new_tokens"),  # measure the weights
     )
 )
 """Options that may change at a resume. All others change the weights that come out."""

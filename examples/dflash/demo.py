@@ -41,12 +41,13 @@ from checkpoints import Checkpoint, Checkpoints
 from config import Config, ConfigError
 from data import Conversations, Source
 from display import Display
+from evaluator import Evaluator
 from interrupt import Interrupted, interruptible
 from pipeline import WorkerError
 from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, SUMMARY, RunFolder, Start
 from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
-from target import Language, Target, choose_taps, language_of, read_config, shape_of
+from target import Language, Target, check_shareable, choose_taps, language_of, read_config, shape_of
 
 _NOT_WRITTEN = (OSError, SafetensorError)
 """What a full disk raises, which may be why a run ends: safetensors has an error of its own, which is no OSError."""
@@ -204,6 +205,8 @@ def _checked(config: Config) -> tuple[tuple[int, ...], Language, Source, Source]
     shape = shape_of(target)
     taps = choose_taps(config.taps, shape)
     train.drafter_shape(config, shape, len(taps))
+    if config.eval_every:
+        check_shareable(target)
     language = language_of(
         config.target, target, mask_id=config.mask_token_id, trust_remote_code=config.trust_remote_code
     )
@@ -308,12 +311,17 @@ class Run:
         evaluations["n-gram"] = evaluate.evaluate(config, judge, lambda: NGramProposer(block - 1), references)
         self._done("n-gram")
 
-        training = self._train(targets)
+        # Built of what is there: a drafter that has been measured.
+        evaluator = Evaluator(config, judge, untrained, references, self.folder.metric) if config.eval_every else None
+        training = self._train(targets, evaluator)
         self._done("training")
         # From disk: what is measured is what was saved.
         trained = export.load(self.folder.path / DRAFTER, judge.device).drafter
         evaluations["trained"] = evaluate.evaluate(
             config, judge, lambda: DFlashProposer(trained, judge, block), references
+        )
+        self.folder.metric(
+            "evaluation", step=config.steps, **evaluate.metrics(evaluations["trained"], drafts=block - 1)
         )
         self._done("trained")
         self.summary["graphs"] = {
@@ -356,10 +364,10 @@ class Run:
         """Return the names of threads that could not be ended."""
         return self.training.crew.running() if self.training else []
 
-    def _train(self, targets: list[Target]) -> train.Training:
+    def _train(self, targets: list[Target], evaluator: Evaluator | None) -> train.Training:
         config = self.config
         snapshot = self._checkpoint.snapshot() if self._checkpoint else None
-        training = train.Training(config, self._train_on, targets, snapshot, self._cache)
+        training = train.Training(config, self._train_on, targets, snapshot, self._cache, evaluator)
         # Not before all is loaded and decoded: what fails until here leaves the checkpoints of the run before a restart.
         self._begin()
         self.training = training
@@ -445,7 +453,7 @@ class Run:
                 None if training.crew.running() else train.largest_difference(training.drafters)
             ),
             "context_tokens": training.tokens,
-            "context_tokens_per_second": round(training.tokens / max(1e-9, training.seconds), 1),
+            "context_tokens_per_second": round(training.tokens_per_second, 1),
             "seconds_waited_for_each_others_compiles": round(lock.waited_seconds, 1),
             "threads": {
                 name: {
@@ -467,8 +475,8 @@ class Run:
         return {
             "the loss did not fall": training["loss_last_tenth"] < training["loss_first_tenth"],
             "output differs from the target's own": all(
-                d["identical"] == evaluation["references"] or (near_ties and d["largest_regret"] <= evaluate.NEAR_TIE)
-                for d in drafters.values()
+                d["identical"] == d["references"] or (near_ties and d["largest_regret"] <= evaluate.NEAR_TIE)
+                for d in (*drafters.values(), *self.folder.metrics("evaluation"))
             ),
             "too few responses do not loop: the evaluation is not valid": evaluation["valid"],
             f"the trained drafter's acceptance length is below {self.config.tau}": tau["trained"] >= self.config.tau,
@@ -486,6 +494,7 @@ class Run:
         assert self.training
         plots.loss(self.folder)
         plots.threads(self.folder, self._training_seconds())
+        plots.acceptance_length(self.folder)
         drafters = self.summary["evaluation"]["drafters"]
         plots.acceptance(self.folder, {name: d["acceptance_by_position_not_looping"] for name, d in drafters.items()})
 

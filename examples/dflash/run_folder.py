@@ -81,12 +81,15 @@ class RunFolder:
         self._append_early()
 
     def resume(self, step: int, seconds: float) -> None:
-        """Keep the metrics of ``step`` steps and ``seconds`` of training; lines after them are of work that was not saved."""
+        """Keep the metrics of ``step`` steps and ``seconds`` of training; lines after them are of work that was not saved.
+
+        What was measured after exactly ``step`` steps is dropped, too: it is measured again.
+        """
 
         def saved(line: dict[str, Any]) -> bool:
-            if line["kind"] == "step":
-                return bool(line["step"] < step)
-            return bool(line["kind"] != "thread" or line["seconds"] <= seconds)
+            if line["kind"] == "thread":
+                return bool(line["seconds"] <= seconds)
+            return line["kind"] == "resume" or bool(line.get("step", -1) < step)
 
         kept = list(filter(saved, self._lines()))
         last = {line["thread"]: line["state"] for line in kept if line["kind"] == "thread"}

@@ -22,6 +22,7 @@ from checkpoints import Snapshot
 from config import Config
 from data import Source
 from drafter import Drafter, DrafterShape
+from evaluator import Evaluator
 from loss import chunked_loss
 from monitor import Monitor
 from pipeline import Crew, Meeting, OrderedQueue, Stopped, Tickets
@@ -419,6 +420,7 @@ class Training:
         targets: one for each target thread.
         snapshot: to go on from; None for an untrained drafter.
         cache: of the targets' work, which they then do not make: only the first of them is looked at.
+        evaluator: measures the weights while training goes on; it changes nothing in them.
     """
 
     def __init__(
@@ -428,11 +430,13 @@ class Training:
         targets: list[Target],
         snapshot: Snapshot | None = None,
         cache: Cache | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
         self.config = config
         self.source = source
         self.targets = targets
         self.cache = cache
+        self._evaluator = evaluator
         self._first_item = snapshot.step // config.uses if snapshot else 0
         self.queues: list[OrderedQueue[Work]] = [
             OrderedQueue(config.queue_depth, self._first_item) for _ in range(config.drafters)
@@ -455,7 +459,8 @@ class Training:
             for replica in self.replicas:
                 replica.restore(snapshot)
         self._exchange = GradientExchange(config.drafters)
-        self.crew = Crew([self._exchange.stop, *(queue.stop for queue in self.queues)])
+        stops = [self._exchange.stop, *(queue.stop for queue in self.queues)]
+        self.crew = Crew(stops if evaluator is None else [*stops, evaluator.stop])
 
     def run(self, report: Callable[[int, float], None], tick: Callable[[], None] = lambda: None) -> None:
         """Train ``config.drafters`` replicas on work from the targets, each in a thread of its own.
@@ -485,9 +490,11 @@ class Training:
                 for index, queue in enumerate(self.queues):
                     work = partial(read, config, self.cache, index, items, queue, self.monitor)
                     self._start(f"reader-{index}", work)
-            for replica in self.replicas:
-                tell = report if replica.index == 0 else _silent
-                work = partial(replica.run, self.queues[replica.index], self._exchange, tell, self.monitor)
+            if self._evaluator:
+                self._start("evaluation", partial(self._evaluator.run, self.monitor))
+            self._start("drafter-0", partial(self._train_first, report))
+            for replica in self.replicas[1:]:
+                work = partial(replica.run, self.queues[replica.index], self._exchange, _silent, self.monitor)
                 self._start(f"drafter-{replica.index}", work)
             self.crew.wait(tick)
         finally:
@@ -526,12 +533,37 @@ class Training:
         """Context tokens used since the start or the resume, of all replicas."""
         return sum(len(r.losses) for r in self.replicas) * self.config.batch * self.config.length
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Context tokens that all replicas used in a second, until the last of them ended: an evaluation may go on after that."""
+        if self._started is None:
+            return 0.0
+        now = self._ended or time.monotonic()
+        threads = [t for name, t in self.monitor.threads.items() if name.startswith("drafter")]
+        return self.tokens / max(1e-9, max((t.ended or now for t in threads), default=now) - self._started)
+
     def at_rest(self) -> Replica | None:
         """Return a replica whose weights are those after a whole step, and stay so: to be called before or after `run` only.
 
         Its thread may have been left behind, inside a compile or a pass, but cannot come to an update any more.
         """
         return next((r for r in self.replicas if r.whole), None)
+
+    def _train_first(self, report: Callable[[int, float], None]) -> None:
+        """Be the first replica's thread, which reports, and hands its weights over to be evaluated."""
+        replica, evaluator = self.replicas[0], self._evaluator
+
+        def tell(step: int, loss: float) -> None:
+            report(step, loss)
+            if evaluator and evaluator.is_due(replica.step):
+                evaluator.offer(replica.step, replica.drafter)
+
+        # The evaluation of the step that a run is resumed at may have been lost with what came after it.
+        if evaluator and evaluator.is_due(replica.step):
+            evaluator.offer(replica.step, replica.drafter)
+        replica.run(self.queues[0], self._exchange, tell, self.monitor)
+        if evaluator:
+            evaluator.close()
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:

@@ -111,3 +111,14 @@ def test_pictures_are_made_from_the_folder_alone(tmp_path: Path) -> None:
     plots.acceptance(folder, {"trained": [0.5, 0.2]})
     for name in ("loss", "threads", "acceptance"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_acceptance_length_is_drawn_if_it_was_measured_on_the_way(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, Config())
+    folder.begin()
+    folder.metric("evaluation", step=20, tau=3.0, tau_not_looping=None)
+    plots.acceptance_length(folder)
+    assert not (tmp_path / "acceptance_length.png").exists()
+    folder.metric("evaluation", step=10, tau=2.0, tau_not_looping=None)  # of a copy that waited
+    plots.acceptance_length(folder)
+    assert (tmp_path / "acceptance_length.png").read_bytes().startswith(b"\x89PNG")

@@ -279,6 +279,7 @@ def test_every_option_either_may_change_or_is_in_the_contract(config: Config, tm
         "data": tmp_path / "chats.jsonl",
         "cache": tmp_path / "features",
         "tau": 1.0,
+        "eval_every": 3,
         "eval_prompts": 1,
         "eval_prompt_length": 1,
         "eval_new_tokens": 1,
