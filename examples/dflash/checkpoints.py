@@ -44,6 +44,7 @@ NOT_IN_CONTRACT = frozenset(
             "targets",
             "queue_depth",
             "save_every",
+            "metrics",
             "trust_remote_code",
         ),  # how the work is done, not what it is
         *("target", "text", "data", "cache"),  # places; what is there is in the contract by its content

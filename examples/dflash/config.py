@@ -152,6 +152,10 @@ class Config:
     save_every: int = _option(45, "steps between two checkpoints", at_least=1)
     queue_depth: int = _option(2, "batches of work that wait for one replica at most", at_least=1)
 
+    metrics: tuple[str, ...] = _option(
+        (), "where metrics go besides metrics.jsonl: tensorboard, or package.module:factory of your own"
+    )
+
     tau: float = _option(
         2.5, "acceptance length, on references that do not loop, that the trained drafter must reach", at_least=1
     )

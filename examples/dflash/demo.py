@@ -33,6 +33,7 @@ import data
 import estimate
 import evaluate
 import export
+import metrics
 import options
 import plots
 import train
@@ -161,11 +162,12 @@ def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
     Raises:
         ConfigError: in one sentence that says what to change.
     """
+    factories = metrics.factories(config.metrics)
     taps, language, train_on, held_out = _checked(config)
     stored = cache.open_complete(config.cache, config, train_on, taps) if config.cache is not None else None
     checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on, stored.drawn if stored else None)
     checkpoint = checkpoints.resumable() if start == "resume" else None
-    folder = RunFolder(run, config, start)
+    folder = RunFolder(run, config, start, factories)
     return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored)
 
 
@@ -358,6 +360,11 @@ class Run:
         except OSError as error:
             written = False
             print(f"{SUMMARY} could not be written: {error}", file=sys.stderr)
+        try:
+            self.folder.close()
+        except metrics.MetricsError as error:
+            written = False
+            print(error, file=sys.stderr)
         return written
 
     def left_behind(self) -> list[str]:
@@ -409,6 +416,7 @@ class Run:
 
     def _begin(self) -> None:
         """Start the run's files anew, or go on with them where the checkpoint ends."""
+        self.folder.open_sinks(self._saved_step)  # first: what fails here leaves the checkpoints of the run before
         self._checkpoints.begin(self._checkpoint)
         if self._checkpoint is None:
             self.folder.begin()
@@ -572,7 +580,7 @@ def _main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (WorkerError, *_NOT_WRITTEN) as error:
+    except (WorkerError, metrics.MetricsError, *_NOT_WRITTEN) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except Interrupted as interrupt:  # before there was anything to save

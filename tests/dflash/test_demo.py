@@ -54,13 +54,6 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "counting.txt").write_text(" ".join(str(i) for i in range(2000)))
-    return folder
-
-
 def arguments(target: Path, text: Path, run: Path) -> list[str]:
     return [*OPTIONS, "--target", str(target), "--text", str(text), "--run", str(run)]
 

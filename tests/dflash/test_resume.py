@@ -273,6 +273,7 @@ def test_every_option_either_may_change_or_is_in_the_contract(config: Config, tm
         "targets": 1,
         "queue_depth": 7,
         "save_every": 7,
+        "metrics": ("tensorboard",),
         "trust_remote_code": True,
         "target": tmp_path / "moved target",
         "text": tmp_path,
