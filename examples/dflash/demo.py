@@ -36,6 +36,7 @@ import export
 import metrics
 import options
 import plots
+import recorder
 import train
 from backend import BACKEND, cpp_compiler
 from checkpoints import Checkpoint, Checkpoints
@@ -46,7 +47,6 @@ from evaluator import Evaluator
 from interrupt import Interrupted, interruptible
 from pipeline import WorkerError
 from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, SUMMARY, RunFolder, Start
-from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, check_shareable, choose_taps, language_of, read_config, shape_of
 
@@ -378,23 +378,17 @@ class Run:
         # Not before all is loaded and decoded: what fails until here leaves the checkpoints of the run before a restart.
         self._begin()
         self.training = training
-        shown: dict[str, str] = {}
+        written = recorder.Recorder(training, self.folder.metric, self._training_seconds)
 
-        def report(step: int, loss: float) -> None:
-            self.folder.metric("step", step=step, loss=loss, waiting=training.waiting)
+        def report(step: int, numbers: train.Numbers) -> None:
+            written.step(step, numbers)
             if (step + 1) % config.save_every == 0:
                 self._save(training.replicas[0])
 
         display = Display(training, self._console)
 
         def tick() -> None:
-            states = training.monitor.sample()
-            seconds = round(self._training_seconds(), 2)
-            for name, state in states.items():
-                if shown.get(name) != state:
-                    self.folder.metric("thread", seconds=seconds, thread=name, state=state)
-            shown.update(states)
-            display.tick(states)
+            display.tick(written.tick())
 
         torch.compiler.reset()  # cold for all threads at once, whatever this one has compiled so far
         try:
@@ -402,6 +396,7 @@ class Run:
         finally:
             display.stop()
         tick()
+        written.rates()
         self._save(training.replicas[0], final=True)
         self.summary["training"] = self._training_summary(training)
         return training
@@ -450,28 +445,7 @@ class Run:
 
     def _training_summary(self, training: train.Training) -> dict[str, Any]:
         losses = [line["loss"] for line in self.folder.metrics("step")]
-        tenth = max(1, len(losses) // 10)
-        lock = statistics().lock
-        return {
-            "steps": training.step,
-            "saved_step": self._saved_step,
-            "loss_first_tenth": sum(losses[:tenth]) / tenth if losses else None,
-            "loss_last_tenth": sum(losses[-tenth:]) / tenth if losses else None,
-            "largest_difference_between_replicas": (
-                None if training.crew.running() else train.largest_difference(training.drafters)
-            ),
-            "context_tokens": training.tokens,
-            "context_tokens_per_second": round(training.tokens_per_second, 1),
-            "seconds_waited_for_each_others_compiles": round(lock.waited_seconds, 1),
-            "threads": {
-                name: {
-                    "tokens": thread.tokens,
-                    "tokens_per_second": round(thread.tokens_per_second, 1),
-                    "seconds": {state: round(s, 1) for state, s in thread.seconds.items()},
-                }
-                for name, thread in training.monitor.threads.items()
-            },
-        }
+        return recorder.summary(training, losses) | {"saved_step": self._saved_step}
 
     def _checks(self) -> dict[str, bool]:
         """Return what must be true, by what to say if it is not."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,12 @@ from monitor import Monitor
 from pipeline import Crew, Meeting, OrderedQueue, Stopped, Tickets
 from safecompile import statistics
 from target import Features, Target, TargetShape, Vocabulary
+
+Numbers = dict[str, Any]
+"""What a replica knows of its step, by names that metrics have, in JSON's types: loss, norm of the gradient, learning rates."""
+
+Report = Callable[[int, Numbers], None]
+"""Called after each step with its number, from 0, and its numbers."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +289,7 @@ class Replica:
         self,
         queue: OrderedQueue[Work],
         exchange: GradientExchange,
-        report: Callable[[int, float], None],
+        report: Report,
         monitor: Monitor,
     ) -> None:
         """Be a drafter thread: take work in order, train on it step by step together with the other replicas.
@@ -302,11 +309,11 @@ class Replica:
                 monitor.now("trains")
                 loss = self.gradients(work, step)
                 monitor.now("waits for replicas")
-                self._update(exchange, loss, monitor)
+                numbers = self._update(exchange, loss, monitor)
                 monitor.count(self.config.batch * self.config.length)
-                report(step, self.losses[-1])
+                report(step, numbers)
 
-    def _update(self, exchange: GradientExchange, loss: Tensor, monitor: Monitor) -> None:
+    def _update(self, exchange: GradientExchange, loss: Tensor, monitor: Monitor) -> Numbers:
         # From before the meeting on: a replica that has passed it makes this step, however late its thread wakes up.
         self._within_update = True
         try:
@@ -315,6 +322,7 @@ class Replica:
             self._within_update = False  # no weight has changed
             raise
         monitor.now("trains")
+        rates = self._optimizers.rates
         norm = self._optimizers.step()
         value, size = torch.stack((loss, norm)).tolist()  # waits for the device: the update is complete
         # Not the loss alone: one replica's gradient spoils the weights of all. Raised inside the update, so that none is saved.
@@ -326,6 +334,7 @@ class Replica:
         self.step += 1
         self.losses.append(value)
         self._within_update = False
+        return {"loss": value, "gradient_norm": size, **rates}
 
     @property
     def whole(self) -> bool:
@@ -462,13 +471,13 @@ class Training:
         stops = [self._exchange.stop, *(queue.stop for queue in self.queues)]
         self.crew = Crew(stops if evaluator is None else [*stops, evaluator.stop])
 
-    def run(self, report: Callable[[int, float], None], tick: Callable[[], None] = lambda: None) -> None:
+    def run(self, report: Report, tick: Callable[[], None] = lambda: None) -> None:
         """Train ``config.drafters`` replicas on work from the targets, each in a thread of its own.
 
         However it ends, replicas whose threads have ended are all at the end of the same step, unless an update failed.
 
         Args:
-            report: called in the first replica's thread after each of its steps, with step and loss.
+            report: called in the first replica's thread after each of its steps.
             tick: called about ten times a second in this thread.
 
         Raises:
@@ -549,12 +558,12 @@ class Training:
         """
         return next((r for r in self.replicas if r.whole), None)
 
-    def _train_first(self, report: Callable[[int, float], None]) -> None:
+    def _train_first(self, report: Report) -> None:
         """Be the first replica's thread, which reports, and hands its weights over to be evaluated."""
         replica, evaluator = self.replicas[0], self._evaluator
 
-        def tell(step: int, loss: float) -> None:
-            report(step, loss)
+        def tell(step: int, numbers: Numbers) -> None:
+            report(step, numbers)
             if evaluator and evaluator.is_due(replica.step):
                 evaluator.offer(replica.step, replica.drafter)
 
@@ -607,5 +616,5 @@ def _own(named: int | None, targets: int) -> int:
     return targets if named is None else named
 
 
-def _silent(step: int, loss: float) -> None:
+def _silent(step: int, numbers: Numbers) -> None:
     pass

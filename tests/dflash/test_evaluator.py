@@ -58,7 +58,7 @@ def prepared(
     return train.Training(config, TEXT, targets, snapshot, evaluator=made), made, lines
 
 
-def nothing(step: int, loss: float) -> None:
+def nothing(step: int, numbers: train.Numbers) -> None:
     pass
 
 
@@ -66,7 +66,7 @@ def trained(targets: list[Target], steps: int) -> train.Training:
     """Return training of that many steps of the configuration's, without evaluations."""
     training = train.Training(CONFIG, TEXT, targets)
 
-    def stop(step: int, loss: float) -> None:
+    def stop(step: int, numbers: train.Numbers) -> None:
         if step + 1 == steps:
             raise InterruptedError("enough")
 
@@ -164,7 +164,7 @@ def test_a_newer_copy_takes_the_place_of_one_that_waits_and_the_last_is_measured
     training, made, lines = prepared(targets, references)
     close = made.close
 
-    def report(step: int, loss: float) -> None:
+    def report(step: int, numbers: train.Numbers) -> None:
         if step == 2:  # before the copy of step 4 is offered
             assert gate.begun.acquire(timeout=60)
 
@@ -190,7 +190,7 @@ def test_a_stop_ends_an_evaluation_before_its_next_pass_and_says_what_was_not_me
     monkeypatch.setattr(DFlashProposer, "propose", lambda *given: passes.append(1))
     stop = made.stop
 
-    def report(step: int, loss: float) -> None:
+    def report(step: int, numbers: train.Numbers) -> None:
         if step == 2:
             assert gate.begun.acquire(timeout=60)
         if step == 4:  # the copy of step 2 is being measured, that of step 4 waits

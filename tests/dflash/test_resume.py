@@ -53,10 +53,10 @@ def config(tiny_target: Path) -> Config:
     return replace(CONFIG, target=tiny_target)
 
 
-def stop_after(steps: int) -> Callable[[int, float], None]:
+def stop_after(steps: int) -> train.Report:
     """Return a report that ends training in the middle of all that the other threads do."""
 
-    def report(step: int, loss: float) -> None:
+    def report(step: int, numbers: train.Numbers) -> None:
         if step + 1 == steps:
             raise InterruptedError("enough")
 
@@ -64,7 +64,7 @@ def stop_after(steps: int) -> Callable[[int, float], None]:
 
 
 def to_the_end(training: train.Training) -> train.Training:
-    training.run(lambda step, loss: None)
+    training.run(lambda step, numbers: None)
     return training
 
 
@@ -157,7 +157,7 @@ def test_a_replica_whose_update_failed_is_not_saved_and_the_others_finish_theirs
     with monkeypatch.context() as patched:
         patched.setattr(optimizer.Optimizers, "step", failing)
         with pytest.raises(WorkerError, match="injected"):
-            training.run(lambda step, loss: None)
+            training.run(lambda step, numbers: None)
     assert [(replica.step, replica.whole) for replica in training.replicas] == [(3, False), (4, True), (4, True)]
     replica = training.at_rest()
     assert replica is training.replicas[1]
