@@ -70,12 +70,9 @@ def factories(names: Sequence[str]) -> dict[str, Factory]:
     Raises:
         ConfigError: if there is no such thing.
     """
-    found: dict[str, Factory] = {}
-    for name in names:
-        if name in found:
-            raise ConfigError(f"metrics names {name} twice: leave one out")
-        found[name] = _tensorboard() if name == "tensorboard" else _imported(name)
-    return found
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"metrics names {twice} twice: leave one out")
+    return {name: _tensorboard() if name == "tensorboard" else _imported(name) for name in names}
 
 
 def _tensorboard() -> Factory:

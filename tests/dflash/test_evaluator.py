@@ -90,7 +90,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
-        measure = evaluator.evaluate.evaluate
+        measure = evaluate.evaluate
 
         def waiting(*given: Any) -> Evaluation:
             if threading.current_thread().name == "evaluation":
@@ -98,7 +98,7 @@ class Gate:
                 assert self.go.acquire(timeout=60)
             return measure(*given)
 
-        monkeypatch.setattr(evaluator.evaluate, "evaluate", waiting)
+        monkeypatch.setattr(evaluate, "evaluate", waiting)
 
 
 def test_training_is_the_same_in_every_bit_with_evaluations_and_without(
@@ -185,10 +185,9 @@ def test_a_stop_ends_an_evaluation_before_its_next_pass_and_says_what_was_not_me
     targets: list[Target], references: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    training, made, lines = prepared(targets, references)
     passes: list[int] = []
     monkeypatch.setattr(DFlashProposer, "propose", lambda *given: passes.append(1))
-    stop = made.stop
+    stop = Evaluator.stop
 
     def report(step: int, numbers: train.Numbers) -> None:
         if step == 2:
@@ -196,11 +195,12 @@ def test_a_stop_ends_an_evaluation_before_its_next_pass_and_says_what_was_not_me
         if step == 4:  # the copy of step 2 is being measured, that of step 4 waits
             raise InterruptedError("enough")
 
-    def stopping() -> None:
-        stop()
+    def stopping(self: Evaluator) -> None:
+        stop(self)
         gate.go.release()
 
-    monkeypatch.setattr(training.crew, "_stops", [*training.crew._stops[:-1], stopping])
+    monkeypatch.setattr(Evaluator, "stop", stopping)
+    training, _, lines = prepared(targets, references)
     with pytest.raises(WorkerError, match="enough") as caught:
         training.run(report)
     assert caught.value.still_running == []

@@ -259,5 +259,5 @@ def test_a_target_whose_passes_write_into_it_is_not_shared(
 def test_one_kind_of_layers_with_such_positions_is_enough() -> None:
     layers = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
     with pytest.raises(ConfigError, match="set eval_every to 0"):
-        check_shareable(SimpleNamespace(rope_parameters=layers))  # type: ignore[arg-type]
-    check_shareable(SimpleNamespace(rope_parameters={"full_attention": {"rope_type": "default"}}))  # type: ignore[arg-type]
+        check_shareable(SimpleNamespace(rope_parameters=layers))
+    check_shareable(SimpleNamespace(rope_parameters={"full_attention": {"rope_type": "default"}}))
