@@ -40,11 +40,20 @@ KEPT = 2
 NOT_IN_CONTRACT = frozenset(
     (
         # How the work is done, not what it is.
-        *("device", "attention", "compile_target", "targets", "queue_depth", "save_every", "trust_remote_code"),
+        *(
+            "device",
+            "attention",
+            "compile_target",
+            "targets",
+            "queue_depth",
+            "save_every",
+            "metrics",
+            "trust_remote_code",
+        ),
         # Places; what is there is in the contract by its content.
         *("target", "text", "data", "cache"),
         # What measures the weights.
-        *("tau", "eval_prompts", "eval_prompt_length", "eval_new_tokens"),
+        *("tau", "eval_every", "eval_prompts", "eval_prompt_length", "eval_new_tokens"),
     )
 )
 """Options that may change at a resume. All others change the weights that come out."""

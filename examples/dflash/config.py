@@ -165,8 +165,17 @@ class Config:
     save_every: int = _option(45, "steps between two checkpoints", at_least=1)
     queue_depth: int = _option(2, "batches of work that wait for one replica at most", at_least=1)
 
+    metrics: tuple[str, ...] = _option(
+        (), "where metrics go besides metrics.jsonl: tensorboard, or package.module:factory of your own"
+    )
+
     tau: float = _option(
         2.5, "acceptance length, on references that do not loop, that the trained drafter must reach", at_least=1
+    )
+    eval_every: int = _option(
+        0,
+        "steps between two evaluations while training goes on, in a thread of their own; 0 for the end only",
+        at_least=0,
     )
     eval_prompts: int = _option(16, "held-out prompts for speculative decoding", at_least=1)
     eval_prompt_length: int = _option(128, "tokens of each; of chats, the longest", at_least=1)

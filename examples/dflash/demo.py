@@ -33,20 +33,22 @@ import data
 import estimate
 import evaluate
 import export
+import metrics
 import options
 import plots
+import recorder
 import train
 from backend import BACKEND, cpp_compiler
 from checkpoints import Checkpoint, Checkpoints
 from config import Config, ConfigError
 from data import Conversations, Source
 from display import Display
+from evaluator import Evaluator
 from interrupt import Interrupted, interruptible
 from pipeline import WorkerError
 from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, SUMMARY, RunFolder, Start
-from safecompile import statistics
 from speculative import DFlashProposer, NGramProposer
-from target import Language, Target, choose_taps, language_of, read_config, shape_of
+from target import Language, Target, check_shareable, choose_taps, language_of, read_config, shape_of
 
 _NOT_WRITTEN = (OSError, SafetensorError)
 """What a full disk raises, which may be why a run ends: safetensors has an error of its own, which is no OSError."""
@@ -160,11 +162,12 @@ def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
     Raises:
         ConfigError: in one sentence that says what to change.
     """
+    factories = metrics.factories(config.metrics)
     taps, language, train_on, held_out = _checked(config)
     stored = cache.open_complete(config.cache, config, train_on, taps) if config.cache is not None else None
     checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on, stored.drawn if stored else None)
     checkpoint = checkpoints.resumable() if start == "resume" else None
-    folder = RunFolder(run, config, start)
+    folder = RunFolder(run, config, start, factories)
     return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored)
 
 
@@ -204,6 +207,8 @@ def _checked(config: Config) -> tuple[tuple[int, ...], Language, Source, Source]
     shape = shape_of(target)
     taps = choose_taps(config.taps, shape)
     train.drafter_shape(config, shape, len(taps))
+    if config.eval_every:
+        check_shareable(target)
     language = language_of(
         config.target, target, mask_id=config.mask_token_id, trust_remote_code=config.trust_remote_code
     )
@@ -309,12 +314,17 @@ class Run:
         evaluations["n-gram"] = evaluate.evaluate(config, judge, lambda: NGramProposer(block - 1), references)
         self._done("n-gram")
 
-        training = self._train(targets)
+        # Built of what is there: a drafter that has been measured.
+        evaluator = Evaluator(config, judge, untrained, references, self.folder.metric) if config.eval_every else None
+        training = self._train(targets, evaluator)
         self._done("training")
         # From disk: what is measured is what was saved.
         trained = export.load(self.folder.path / DRAFTER, judge.device).drafter
         evaluations["trained"] = evaluate.evaluate(
             config, judge, lambda: DFlashProposer(trained, judge, block), references
+        )
+        self.folder.metric(
+            "evaluation", step=config.steps, **evaluate.metrics(evaluations["trained"], drafts=block - 1)
         )
         self._done("trained")
         self.summary["graphs"] = {
@@ -351,38 +361,35 @@ class Run:
         except OSError as error:
             written = False
             print(f"{SUMMARY} could not be written: {error}", file=sys.stderr)
+        try:
+            self.folder.close()
+        except metrics.MetricsError as error:
+            written = False
+            print(error, file=sys.stderr)
         return written
 
     def left_behind(self) -> list[str]:
         """Return the names of threads that could not be ended."""
         return self.training.crew.running() if self.training else []
 
-    def _train(self, targets: list[Target]) -> train.Training:
+    def _train(self, targets: list[Target], evaluator: Evaluator | None) -> train.Training:
         config = self.config
         snapshot = self._checkpoint.snapshot() if self._checkpoint else None
-        training = train.Training(config, self._train_on, targets, snapshot, self._cache)
+        training = train.Training(config, self._train_on, targets, snapshot, self._cache, evaluator)
         # Not before all is loaded and decoded: what fails until here leaves the checkpoints of the run before a restart.
         self._begin()
         self.training = training
-        shown: dict[str, str] = {}
+        written = recorder.Recorder(training, self.folder.metric, self._training_seconds)
 
-        def report(step: int, loss: float) -> None:
-            drafted = training.replicas[0].drafted
-            assert drafted  # of this step, in this thread
-            self.folder.metric("step", step=step, loss=loss, **drafted.as_json(), waiting=training.waiting)
+        def report(step: int, numbers: train.Numbers) -> None:
+            written.step(step, numbers)
             if (step + 1) % config.save_every == 0:
                 self._save(training.replicas[0])
 
         display = Display(training, self._console)
 
         def tick() -> None:
-            states = training.monitor.sample()
-            seconds = round(self._training_seconds(), 2)
-            for name, state in states.items():
-                if shown.get(name) != state:
-                    self.folder.metric("thread", seconds=seconds, thread=name, state=state)
-            shown.update(states)
-            display.tick(states)
+            display.tick(written.tick())
 
         torch.compiler.reset()  # cold for all threads at once, whatever this one has compiled so far
         try:
@@ -390,6 +397,7 @@ class Run:
         finally:
             display.stop()
         tick()
+        written.rates()
         self._save(training.replicas[0], final=True)
         self.summary["training"] = self._training_summary(training)
         return training
@@ -404,6 +412,7 @@ class Run:
 
     def _begin(self) -> None:
         """Start the run's files anew, or go on with them where the checkpoint ends."""
+        self.folder.open_sinks(self._saved_step)  # first: what fails here leaves the checkpoints of the run before
         self._checkpoints.begin(self._checkpoint)
         if self._checkpoint is None:
             self.folder.begin()
@@ -436,35 +445,7 @@ class Run:
                 export.save(folder, replica.drafter, self.training.targets[0], self.config.block_size, step)
 
     def _training_summary(self, training: train.Training) -> dict[str, Any]:
-        steps = self.folder.metrics("step")
-        tenth = max(1, len(steps) // 10)
-
-        def mean(name: str, lines: list[dict[str, Any]]) -> float | None:
-            return sum(line[name] for line in lines) / len(lines) if lines else None
-
-        lock = statistics().lock
-        return {
-            "steps": training.step,
-            "saved_step": self._saved_step,
-            "loss_first_tenth": mean("loss", steps[:tenth]),
-            "loss_last_tenth": mean("loss", steps[-tenth:]),
-            "eal_first_tenth": mean("eal", steps[:tenth]),
-            "eal_last_tenth": mean("eal", steps[-tenth:]),
-            "largest_difference_between_replicas": (
-                None if training.crew.running() else train.largest_difference(training.drafters)
-            ),
-            "context_tokens": training.tokens,
-            "context_tokens_per_second": round(training.tokens / max(1e-9, training.seconds), 1),
-            "seconds_waited_for_each_others_compiles": round(lock.waited_seconds, 1),
-            "threads": {
-                name: {
-                    "tokens": thread.tokens,
-                    "tokens_per_second": round(thread.tokens_per_second, 1),
-                    "seconds": {state: round(s, 1) for state, s in thread.seconds.items()},
-                }
-                for name, thread in training.monitor.threads.items()
-            },
-        }
+        return recorder.summary(training, self.folder.metrics("step")) | {"saved_step": self._saved_step}
 
     def _checks(self) -> dict[str, bool]:
         """Return what must be true, by what to say if it is not."""
@@ -483,8 +464,8 @@ class Run:
         return {
             **learned[self.config.position_weights],
             "output differs from the target's own": all(
-                d["identical"] == evaluation["references"] or (near_ties and d["largest_regret"] <= evaluate.NEAR_TIE)
-                for d in drafters.values()
+                d["identical"] == d["references"] or (near_ties and d["largest_regret"] <= evaluate.NEAR_TIE)
+                for d in (*drafters.values(), *self.folder.metrics("evaluation"))
             ),
             "too few responses do not loop: the evaluation is not valid": evaluation["valid"],
             f"the trained drafter's acceptance length is below {self.config.tau}": tau["trained"] >= self.config.tau,
@@ -502,6 +483,7 @@ class Run:
         assert self.training
         plots.loss(self.folder)
         plots.threads(self.folder, self._training_seconds())
+        plots.acceptance_length(self.folder)
         drafters = self.summary["evaluation"]["drafters"]
         plots.acceptance(self.folder, {name: d["acceptance_by_position_not_looping"] for name, d in drafters.items()})
 
@@ -582,7 +564,7 @@ def _main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (WorkerError, *_NOT_WRITTEN) as error:
+    except (WorkerError, metrics.MetricsError, *_NOT_WRITTEN) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except Interrupted as interrupt:  # before there was anything to save

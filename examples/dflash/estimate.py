@@ -40,6 +40,7 @@ class Estimate:
         trainable_parameters: of the drafter.
         vocabulary_parameters: of the frozen embedding and head that a drafter shares with its target.
         target_memory, drafter_memory: bytes of one thread, by what they are for.
+        evaluation_memory: bytes of evaluating while training goes on, by what and where; none without ``eval_every``.
         whole_logits: bytes that one float32 copy of a step's logits would take without chunks; a chunk's is in ``chunk_logits``.
         device_memory: bytes by device, of all its threads.
         token_bytes: bytes that go from a target to a drafter for each token of context.
@@ -54,6 +55,7 @@ class Estimate:
     vocabulary_parameters: int
     target_memory: dict[str, int]
     drafter_memory: dict[str, int]
+    evaluation_memory: dict[str, int]
     whole_logits: int
     chunk_logits: int
     device_memory: dict[str, int]
@@ -122,12 +124,21 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
         "dense mask": dense,
         "logits of a chunk": _CHUNK_COPIES * chunk_logits,
     }
+    # A copy that is measured, one that waits, and one that takes its place.
+    copies = {"copies of the weights, beside the first drafter": 3 * trainable * FLOAT32}
+    beside_target = {
+        "drafter, beside the first target": trainable * FLOAT32,
+        "keys and values, beside the first target": precision
+        * cache_elements(model_config, target, config.eval_prompt_length + config.eval_new_tokens),
+    }
     device_memory: dict[str, int] = {}
     for index, device in enumerate(devices):
         taken = sum((target_memory if index < config.targets else drafter_memory).values())
         # A drafter beside the first target uses that one's embedding and head.
         if index >= config.targets and device == devices[0]:
             taken -= drafter_memory["embedding and head"]
+        if config.eval_every and index in (0, config.targets):
+            taken += sum((copies if index else beside_target).values())
         device_memory[device] = device_memory.get(device, 0) + taken
     return Estimate(
         shapes={
@@ -142,6 +153,7 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
         vocabulary_parameters=vocabulary,
         target_memory=target_memory,
         drafter_memory={name: size for name, size in drafter_memory.items() if size},
+        evaluation_memory=beside_target | copies if config.eval_every else {},
         # Slot 0 of a block predicts nothing, and has no logits.
         whole_logits=config.batch * (rows - config.anchors) * vocab_size * FLOAT32,
         chunk_logits=chunk_logits,
@@ -194,6 +206,8 @@ def show(found: Estimate, config: Config, console: Console) -> None:
     console.print(_parameters(found))
     console.print(_memory("memory of a target thread", found.target_memory))
     console.print(_memory("memory of a drafter thread", found.drafter_memory))
+    if found.evaluation_memory:
+        console.print(_memory("memory of evaluating while training goes on", found.evaluation_memory))
     console.print(
         f"One copy of a step's logits would take {_size(found.whole_logits)} without chunks; "
         f"one of a chunk takes {_size(found.chunk_logits)}."

@@ -142,7 +142,13 @@ def references(config: Config, held_out: Source, target: Target) -> list[Referen
     return [Reference(prompt, greedy(target, prompt, config.eval_new_tokens)) for prompt in chosen]
 
 
-def evaluate(config: Config, target: Target, proposer: Callable[[], Proposer], against: list[Reference]) -> Evaluation:
+def evaluate(
+    config: Config,
+    target: Target,
+    proposer: Callable[[], Proposer],
+    against: list[Reference],
+    check: Callable[[], None] = lambda: None,
+) -> Evaluation:
     """Decode every reference's prompt with drafts.
 
     Args:
@@ -150,11 +156,34 @@ def evaluate(config: Config, target: Target, proposer: Callable[[], Proposer], a
         target: the target the references were made with.
         proposer: makes a fresh proposer for each prompt.
         against: from `references`.
+        check: called before each pass of the drafter; may raise to give up.
     """
     started = time.monotonic()
-    decoded = [speculate(target, proposer(), r.prompt, config.eval_new_tokens) for r in against]
+    decoded = [speculate(target, proposer(), r.prompt, config.eval_new_tokens, check=check) for r in against]
     seconds = time.monotonic() - started
     return Evaluation(against, decoded, seconds, regrets(target, against, decoded))
+
+
+def metrics(evaluation: Evaluation, drafts: int) -> dict[str, Any]:
+    """Return an evaluation as values of a metric, in JSON's types; None where there is no number.
+
+    Args:
+        evaluation: from `evaluate`.
+        drafts: draft slots, ``B - 1``.
+    """
+
+    def known(number: float) -> float | None:
+        return None if math.isnan(number) else number
+
+    return {
+        "tau": known(tau(evaluation.accepted())),
+        "tau_not_looping": known(tau(evaluation.accepted(with_loops=False))),
+        "acceptance_by_position": [known(share) for share in acceptance_by_position(evaluation.accepted(), drafts)],
+        "references": len(evaluation.references),
+        "identical": evaluation.identical,
+        "largest_regret": max(evaluation.regrets),
+        "seconds": round(evaluation.seconds, 2),
+    }
 
 
 def regrets(target: Target, against: list[Reference], decoded: list[Decoded]) -> list[float]:
@@ -202,6 +231,7 @@ def summarize(measured: dict[str, Any], drafts: int) -> dict[str, Any]:
         drafters[name] = {
             "tau": tau(accepted),
             "tau_not_looping": tau(straight),
+            "references": len(responses),
             "identical": sum(r["identical"] for r in responses),
             "largest_regret": max(r["regret"] for r in responses),
             "target_forwards": sum(r["target_forwards"] for r in responses),

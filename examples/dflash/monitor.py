@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import torch
 
 from safecompile import statistics
 
@@ -33,12 +38,21 @@ class ThreadState:
     @property
     def tokens_per_second(self) -> float:
         """Mean over its life."""
-        return self.tokens / max(1e-9, (self.ended or time.monotonic()) - self.since)
+        return self.tokens / self._life
+
+    @property
+    def idle_share(self) -> float:
+        """Share of its life that it waited; from samples, like `waited`."""
+        return self.waited / self._life
 
     @property
     def waited(self) -> float:
         """Seconds spent waiting: for work, for room, for replicas, for another thread's compile."""
         return sum(s for state, s in self.seconds.items() if state.startswith("waits"))
+
+    @property
+    def _life(self) -> float:
+        return max(1e-9, (self.ended or time.monotonic()) - self.since)
 
 
 class Monitor:
@@ -72,10 +86,27 @@ class Monitor:
         states |= {name: state for name, state in (compiling | waiting).items() if name in states}
         now = time.monotonic()
         for name, state in states.items():
-            seconds = self.threads[name].seconds
-            seconds[state] = seconds.get(state, 0.0) + now - self._sampled
+            thread = self.threads[name]
+            passed = now - max(self._sampled, thread.since)  # it may have begun since the last sample
+            thread.seconds[state] = thread.seconds.get(state, 0.0) + max(0.0, passed)
         self._sampled = now
         return states
 
     def _own(self) -> ThreadState:
         return self.threads[threading.current_thread().name]
+
+
+def memory(devices: Iterable[torch.device]) -> dict[str, dict[str, int]]:
+    """Return bytes by device: of each GPU what torch allocated, now and at most, and what it reserved for that; of the CPU the most
+    that this process ever had resident.
+    """
+    # In kilobytes everywhere but on macOS.
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    found = {"cpu": {"peak_resident": resident}}
+    for device in sorted({device for device in devices if device.type == "cuda"}, key=str):
+        found[str(device)] = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "peak_allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
+    return found

@@ -164,6 +164,11 @@ class Optimizers:
         """All parameters that are stepped."""
         return [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates of the next step, by the options' names: ``lr`` of AdamW, ``muon_lr`` of Muon."""
+        return {"muon_lr" if isinstance(o, Muon) else "lr": float(o.param_groups[0]["lr"]) for o in self._optimizers}
+
     def step(self) -> Tensor:
         """Clip, step, move the schedule on, drop the gradients; return the gradient's norm before clipping, a scalar tensor.
 

@@ -22,6 +22,7 @@ from monitor import COMPILES, WAITS_TO_COMPILE
 _COLORS = {
     "starts": "0.9",
     "answers": "tab:blue",
+    "evaluates": "tab:purple",
     "reads": "tab:cyan",
     "trains": "tab:green",
     COMPILES: "tab:red",
@@ -29,6 +30,7 @@ _COLORS = {
     "waits for work": "0.75",
     "waits for room": "0.75",
     "waits for replicas": "0.6",
+    "waits for weights": "0.75",
 }
 
 
@@ -65,6 +67,21 @@ def acceptance(folder: RunFolder, by_drafter: dict[str, list[float]]) -> None:
     axes.set(xlabel="draft slot", ylabel="accepted, share of cycles", ylim=(0, 1))
     axes.legend()
     _save(figure, folder.path / "acceptance.png")
+
+
+def acceptance_length(folder: RunFolder) -> None:
+    """Draw ``acceptance_length.png``: what was measured while training went on; nothing if there was one evaluation, at the end."""
+    measured = sorted(folder.metrics("evaluation"), key=lambda line: line["step"])
+    if len(measured) < 2:
+        return
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for name, label in (("tau", "all references"), ("tau_not_looping", "without loops")):
+        known = [(line["step"], line[name]) for line in measured if line[name] is not None]
+        axes.plot(*zip(*known, strict=True) if known else ([], []), marker="o", markersize=3, label=label)
+    axes.set(xlabel="step", ylabel="acceptance length")
+    axes.legend()
+    _save(figure, folder.path / "acceptance_length.png")
 
 
 def spans(changes: Iterable[dict[str, str | float]], end: float) -> dict[str, dict[str, list[tuple[float, float]]]]:

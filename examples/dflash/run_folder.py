@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from checkpoints import NOT_IN_CONTRACT, by_step, sync
 from config import Config, ConfigError
+from metrics import Factory, JsonLines, Sink, blamed_on
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
@@ -34,8 +35,16 @@ class RunFolder:
     The same configuration may be run again: each file stays until the new run replaces it as a whole.
     """
 
-    def __init__(self, path: Path, config: Config, start: Start = "fresh") -> None:
+    def __init__(
+        self, path: Path, config: Config, start: Start = "fresh", factories: Mapping[str, Factory] | None = None
+    ) -> None:
         """Take the folder, made if it is missing, without changing what is in it but the options that a resume may change.
+
+        Args:
+            path: where it is or shall be.
+            config: what it is for.
+            start: see `Start`.
+            factories: of what takes the metrics besides the folder's own file, by name.
 
         Raises:
             ConfigError: if it holds a run of another configuration, or anything else, or cannot be written; if there are
@@ -44,7 +53,10 @@ class RunFolder:
         self.path = path
         self._config = config
         self._lock = threading.Lock()
-        self._early: list[str] | None = []  # guarded by _lock; metrics until the run's file of them begins
+        self._factories = factories or {}
+        self._json_lines = JsonLines(path / METRICS)
+        self._sinks: dict[str, Sink] = {}  # guarded by _lock, like the one below
+        self._early: list[tuple[str, dict[str, Any]]] | None = []  # metrics until the run's file of them begins
         options = path / OPTIONS
         may_change = NOT_IN_CONTRACT if start == "resume" else frozenset()
         try:
@@ -75,18 +87,34 @@ class RunFolder:
                 raise
             raise ConfigError(f"run folder {path} cannot be used: {error}") from error
 
+    def open_sinks(self, first_step: int) -> None:
+        """Open what takes the metrics besides the folder's own file; to be called before `begin` or `resume`.
+
+        Args:
+            first_step: the first one to come; those from there on, of the run before, did not happen.
+
+        Raises:
+            MetricsError: if one cannot be opened.
+        """
+        for name, factory in self._factories.items():
+            with blamed_on(name):
+                self._sinks[name] = factory(self.path, first_step, self._config.as_json())
+
     def begin(self) -> None:
         """Start the metrics anew; until then or until `resume`, those of the run before stay, and new ones wait."""
         (self.path / METRICS).write_text("")
         self._append_early()
 
     def resume(self, step: int, seconds: float) -> None:
-        """Keep the metrics of ``step`` steps and ``seconds`` of training; lines after them are of work that was not saved."""
+        """Keep the metrics of ``step`` steps and ``seconds`` of training; lines after them are of work that was not saved.
+
+        What was measured after exactly ``step`` steps is dropped, too: it is measured again.
+        """
 
         def saved(line: dict[str, Any]) -> bool:
-            if line["kind"] == "step":
-                return bool(line["step"] < step)
-            return bool(line["kind"] != "thread" or line["seconds"] <= seconds)
+            if line["kind"] == "thread":
+                return bool(line["seconds"] <= seconds)
+            return line["kind"] == "resume" or bool(line.get("step", -1) < step)
 
         kept = list(filter(saved, self._lines()))
         last = {line["thread"]: line["state"] for line in kept if line["kind"] == "thread"}
@@ -102,9 +130,29 @@ class RunFolder:
         self._append_early()
 
     def _append_early(self) -> None:
-        with self._lock, (self.path / METRICS).open("a") as file:
-            file.writelines(self._early or ())
-            self._early = None
+        with self._lock:
+            early, self._early = self._early or [], None
+            for kind, values in early:
+                self._write(kind, values)
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        self._json_lines.write(kind, values)
+        for name, sink in self._sinks.items():
+            with blamed_on(name):
+                sink.write(kind, values)
+
+    def close(self) -> None:
+        """Close what takes the metrics; those that come later, from threads left behind, go into the folder's own file alone.
+
+        Raises:
+            MetricsError: if one fails; the others are closed, too.
+        """
+        with self._lock:
+            sinks, self._sinks = self._sinks, {}
+        with ExitStack() as stack:  # ends in all of them, whichever fails
+            for name, sink in sinks.items():
+                stack.enter_context(blamed_on(name))
+                stack.callback(sink.close)
 
     def sync_metrics(self) -> None:
         """Wait until all metrics are on the disk."""
@@ -112,14 +160,17 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def metric(self, kind: str, **values: Any) -> None:
-        """Append a line to the metrics; any thread may. Before `begin` or `resume` it waits for that."""
-        line = json.dumps({"kind": kind, **values}) + "\n"
+        """Add a line to the metrics; any thread may. Before `begin` or `resume` it waits for that.
+
+        Raises:
+            OSError: if the line cannot be written.
+            MetricsError: if what takes the metrics, besides the folder's own file, fails.
+        """
         with self._lock:
             if self._early is not None:
-                self._early.append(line)
-                return
-            with (self.path / METRICS).open("a") as file:
-                file.write(line)
+                self._early.append((kind, values))
+            else:
+                self._write(kind, values)
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         """Return the metrics of one kind."""

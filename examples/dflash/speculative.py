@@ -8,6 +8,7 @@ distribution, this accepts as often as rejection sampling would (Leviathan et al
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -163,7 +164,13 @@ def decode(target: Target, prompt: Tensor, new_tokens: int, sampling: Sampling =
 
 @torch.no_grad()
 def speculate(
-    target: Target, proposer: Proposer, prompt: Tensor, new_tokens: int, sampling: Sampling = GREEDY
+    target: Target,
+    proposer: Proposer,
+    prompt: Tensor,
+    new_tokens: int,
+    sampling: Sampling = GREEDY,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> Decoded:
     """Decode like `decode`, with drafts: the tokens are the same wherever a pass over one token and one over a block give the
     same choice, as they do in float32 but for exact near-ties.
@@ -181,6 +188,7 @@ def speculate(
         prompt: int64 ``[P]``.
         new_tokens: length of the response, unless the end of text comes first.
         sampling: how the target chooses.
+        check: called before each cycle; may raise to give up.
     """
     target_passes, draft_passes = target.passes, proposer.passes
     cache = target.new_cache()
@@ -190,6 +198,7 @@ def speculate(
     tokens = [int(sampling.choose(target.logits(features.normed[0, -1:]), 0))]
     accepted: list[int] = []
     while len(tokens) < new_tokens and not _ended(target, tokens):
+        check()
         drafts = proposer.propose(known + tokens, tapped)
         block = torch.cat((drafts.new_tensor(tokens[-1:]), drafts))
         before = None if target.croppable else copy.deepcopy(cache)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -232,8 +234,41 @@ def _differ(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool((found.float() - expected).norm() > tolerance * expected.norm())
 
 
+class Outputs(threading.local):
+    """What the tapped layers gave in the calling thread's pass: several threads may be inside one model.
+
+    Attributes:
+        by_tap: outputs of the pass that goes on, by the layer's number; each thread has its own.
+    """
+
+    def __init__(self) -> None:
+        self.by_tap: dict[int, Tensor] = {}
+
+
+def check_shareable(config: PretrainedConfig) -> None:
+    """Refuse a model that several threads cannot use at once, because a pass writes into it.
+
+    Rotary embeddings of the kinds "dynamic" and "longrope" keep frequencies in the model that follow from the length of what it
+    reads (transformers, ``dynamic_rope_update``): one thread would read with those of another.
+
+    Raises:
+        ConfigError: if it is such a model.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    # A model with several kinds of layers has an entry for each kind.
+    for kind in (part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)):
+        if kind is not None and ("dynamic" in kind or kind == "longrope"):
+            raise ConfigError(
+                f"the target's rotary embedding is {kind!r}, whose frequencies change with what is read, so that only one thread at a "
+                "time can use it: set eval_every to 0"
+            )
+
+
 class Target:
-    """A frozen causal language model of the Hugging Face kind, in evaluation mode, used by one thread at a time.
+    """A frozen causal language model of the Hugging Face kind, in evaluation mode.
+
+    One object is used by one thread at a time, as it counts that thread's passes; `shared` gives another thread an object of its own
+    that uses the same weights, at the same time.
 
     Attributes:
         passes: forward passes made so far.
@@ -289,7 +324,7 @@ class Target:
         names = inspect.signature(self._decoder.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         # A hook on a few layers keeps only these outputs; asking the model for its hidden states keeps those of all layers.
-        self._outputs: dict[int, Tensor] = {}
+        self._outputs = Outputs()
         for tap in self.taps:
             layers[tap].register_forward_hook(self._keeper(tap))
         # A recurrent state cannot be turned back, and a window has dropped what was before it.
@@ -300,6 +335,19 @@ class Target:
         if compiled:
             for layer in layers:
                 layer.forward = partial(_run_layer, type(layer).forward, layer)
+
+    def shared(self) -> Target:
+        """Return a target for another thread: with the same weights, which take no more memory, and passes of its own to count.
+
+        Both may be used at once. Code that comes with a target (``trust_remote_code``) must not write into the model in a pass.
+
+        Raises:
+            ConfigError: see `check_shareable`.
+        """
+        check_shareable(self.model.config.get_text_config(decoder=True))
+        view = copy.copy(self)
+        view.passes = 0
+        return view
 
     def vocabulary(self, device: torch.device) -> Vocabulary:
         """Return the embedding and the head on ``device``, which the drafter shares (paper, section 4.2)."""
@@ -345,7 +393,7 @@ class Target:
         self.passes += 1
         caching = {self._cache_name: cache, "use_cache": cache is not None}
         normed = self._decoder(input_ids=tokens, **caching).last_hidden_state
-        tapped = torch.cat([self._outputs.pop(tap) for tap in self.taps], dim=-1)
+        tapped = torch.cat([self._outputs.by_tap.pop(tap) for tap in self.taps], dim=-1)
         return Features(tapped, normed)
 
     @torch.no_grad()
@@ -401,7 +449,7 @@ class Target:
 
     def _keeper(self, tap: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
         def keep(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._outputs[tap] = output if isinstance(output, Tensor) else output[0]
+            self._outputs.by_tap[tap] = output if isinstance(output, Tensor) else output[0]
 
         return keep
 

@@ -24,11 +24,18 @@ from checkpoints import Snapshot
 from config import Config
 from data import Source
 from drafter import Drafter, DrafterShape
+from evaluator import Evaluator
 from loss import BlockLoss, chunked_loss
 from monitor import Monitor
 from pipeline import Crew, Meeting, OrderedQueue, Stopped, Tickets
 from safecompile import statistics
 from target import Features, Target, TargetShape, Vocabulary
+
+Numbers = dict[str, Any]
+"""What a replica knows of its step, by names that metrics have, in JSON's types: loss, norm of the gradient, learning rates."""
+
+Report = Callable[[int, Numbers], None]
+"""Called after each step with its number, from 0, and its numbers."""
 
 
 @dataclass(frozen=True)
@@ -363,7 +370,7 @@ class Replica:
         self,
         queue: OrderedQueue[Work],
         exchange: GradientExchange,
-        report: Callable[[int, float], None],
+        report: Report,
         monitor: Monitor,
     ) -> None:
         """Be a drafter thread: take work in order, train on it step by step together with the other replicas.
@@ -382,11 +389,11 @@ class Replica:
                     monitor.now("trains")
                     made = self.gradients(work, step)
                     monitor.now("waits for replicas")
-                    self._update(exchange, made, monitor)
+                    numbers = self._update(exchange, made, monitor)
                     monitor.count(self.config.batch * self.config.length)
-                    report(step, self.losses[-1])
+                    report(step, numbers)
 
-    def _update(self, exchange: GradientExchange, made: BlockLoss, monitor: Monitor) -> None:
+    def _update(self, exchange: GradientExchange, made: BlockLoss, monitor: Monitor) -> Numbers:
         # From before the meeting on: a replica that has passed it makes this step, however late its thread wakes up.
         self._within_update = True
         try:
@@ -395,6 +402,7 @@ class Replica:
             self._within_update = False  # no weight has changed
             raise
         monitor.now("trains")
+        rates = self._optimizers.rates
         norm = self._optimizers.step()
         # In one piece, because it waits for the device: the update is complete.
         value, size, *shares = torch.cat((torch.stack((made.loss, norm)), made.accuracy, made.acceptance)).tolist()
@@ -409,6 +417,7 @@ class Replica:
         drafts = len(shares) // 2
         self.drafted = Drafted(shares[:drafts], shares[drafts:])
         self._within_update = False
+        return {"loss": value, "gradient_norm": size, **rates, **self.drafted.as_json()}
 
     @property
     def whole(self) -> bool:
@@ -497,6 +506,7 @@ class Training:
         targets: one for each target thread.
         snapshot: to go on from; None for an untrained drafter.
         cache: of the targets' work, which they then do not make: only the first of them is looked at.
+        evaluator: measures the weights while training goes on; it changes nothing in them.
     """
 
     def __init__(
@@ -506,11 +516,13 @@ class Training:
         targets: list[Target],
         snapshot: Snapshot | None = None,
         cache: Cache | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
         self.config = config
         self.source = source
         self.targets = targets
         self.cache = cache
+        self._evaluator = evaluator
         self._first_item = snapshot.step // config.uses if snapshot else 0
         self.queues: list[OrderedQueue[Work]] = [
             OrderedQueue(config.queue_depth, self._first_item) for _ in range(config.drafters)
@@ -533,15 +545,16 @@ class Training:
             for replica in self.replicas:
                 replica.restore(snapshot)
         self._exchange = GradientExchange(config.drafters)
-        self.crew = Crew([self._exchange.stop, *(queue.stop for queue in self.queues)])
+        stops = [self._exchange.stop, *(queue.stop for queue in self.queues)]
+        self.crew = Crew(stops if evaluator is None else [*stops, evaluator.stop])
 
-    def run(self, report: Callable[[int, float], None], tick: Callable[[], None] = lambda: None) -> None:
+    def run(self, report: Report, tick: Callable[[], None] = lambda: None) -> None:
         """Train ``config.drafters`` replicas on work from the targets, each in a thread of its own.
 
         However it ends, replicas whose threads have ended are all at the end of the same step, unless an update failed.
 
         Args:
-            report: called in the first replica's thread after each of its steps, with step and loss.
+            report: called in the first replica's thread after each of its steps.
             tick: called about ten times a second in this thread.
 
         Raises:
@@ -563,9 +576,11 @@ class Training:
                 for index, queue in enumerate(self.queues):
                     work = partial(read, config, self.cache, index, items, queue, self.monitor)
                     self._start(f"reader-{index}", work)
-            for replica in self.replicas:
-                tell = report if replica.index == 0 else _silent
-                work = partial(replica.run, self.queues[replica.index], self._exchange, tell, self.monitor)
+            if self._evaluator:
+                self._start("evaluation", partial(self._evaluator.run, self.monitor))
+            self._start("drafter-0", partial(self._train_first, report))
+            for replica in self.replicas[1:]:
+                work = partial(replica.run, self.queues[replica.index], self._exchange, _silent, self.monitor)
                 self._start(f"drafter-{replica.index}", work)
             self.crew.wait(tick)
         finally:
@@ -604,12 +619,37 @@ class Training:
         """Context tokens used since the start or the resume, of all replicas."""
         return sum(len(r.losses) for r in self.replicas) * self.config.batch * self.config.length
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Context tokens that all replicas used in a second, until the last of them ended: an evaluation may go on after that."""
+        if self._started is None:
+            return 0.0
+        now = self._ended or time.monotonic()
+        threads = [t for name, t in self.monitor.threads.items() if name.startswith("drafter")]
+        return self.tokens / max(1e-9, max((t.ended or now for t in threads), default=now) - self._started)
+
     def at_rest(self) -> Replica | None:
         """Return a replica whose weights are those after a whole step, and stay so: to be called before or after `run` only.
 
         Its thread may have been left behind, inside a compile or a pass, but cannot come to an update any more.
         """
         return next((r for r in self.replicas if r.whole), None)
+
+    def _train_first(self, report: Report) -> None:
+        """Be the first replica's thread, which reports, and hands its weights over to be evaluated."""
+        replica, evaluator = self.replicas[0], self._evaluator
+
+        def tell(step: int, numbers: Numbers) -> None:
+            report(step, numbers)
+            if evaluator and evaluator.is_due(replica.step):
+                evaluator.offer(replica.step, replica.drafter)
+
+        # The evaluation of the step that a run is resumed at may have been lost with what came after it.
+        if evaluator and evaluator.is_due(replica.step):
+            evaluator.offer(replica.step, replica.drafter)
+        replica.run(self.queues[0], self._exchange, tell, self.monitor)
+        if evaluator:
+            evaluator.close()
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -653,5 +693,5 @@ def _own(named: int | None, targets: int) -> int:
     return targets if named is None else named
 
 
-def _silent(step: int, loss: float) -> None:
+def _silent(step: int, numbers: Numbers) -> None:
     pass

@@ -33,3 +33,11 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     write_tiny_target(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of text to train on."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "counting.txt").write_text(" ".join(str(i) for i in range(2000)))
+    return folder

@@ -62,7 +62,7 @@ def copied(made: Path, to: Path) -> Path:
 
 
 def weights(training: train.Training) -> list[torch.Tensor]:
-    training.run(lambda step, loss: None)
+    training.run(lambda step, numbers: None)
     return [p.detach() for p in training.drafters[0].parameters()]
 
 
@@ -102,7 +102,7 @@ def test_training_on_a_cache_gives_the_weights_of_training_with_targets(
     assert set(training.monitor.threads) == {"reader-0", "reader-1", "drafter-0", "drafter-1"}
     longer = replace(config, steps=9, seed=5)
     again = train.Training(longer, TEXT, targets[:1], cache=cache.open_complete(made, longer, TEXT, TAPS))
-    again.run(lambda step, loss: None)
+    again.run(lambda step, numbers: None)
     assert len(again.losses) == 9
 
 

@@ -328,7 +328,7 @@ def test_drafters_train_on_chats(answers: Any, plain: Target, tmp_path: Path) ->
     config = replace(CONFIG, answers=answers, data=lines(tmp_path / "chats.jsonl", *numbered(32)))
     chats = chat.load(config, plain.language)
     training = train.Training(config, chats.train, [plain])
-    training.run(lambda step, loss: None)
+    training.run(lambda step, numbers: None)
     assert len(training.losses) == 4
     assert all(loss > 0 for loss in training.losses)
     assert train.largest_difference(training.drafters) == 0.0

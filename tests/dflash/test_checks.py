@@ -17,6 +17,7 @@ import demo
 import evaluate
 from config import Config
 from evaluate import Reference
+from run_folder import RunFolder
 from speculative import NGramProposer, greedy
 from target import Target
 
@@ -28,7 +29,9 @@ def run(config: Config, **parts: dict[str, Any]) -> demo.Run:
     made = object.__new__(demo.Run)
     made.config, made._cache = config, None
     made._train_on = torch.zeros(0)
-    drafter = {"identical": 2, "largest_regret": 0.0}
+    measured = [{"references": 2, "identical": 2, "largest_regret": 0.0} | parts.get("on the way", {})]
+    made.folder = cast(RunFolder, SimpleNamespace(metrics={"evaluation": measured}.get))
+    drafter = {"references": 2, "identical": 2, "largest_regret": 0.0}
     drafters = {
         name: drafter | {"tau_not_looping": tau} for name, tau in (("untrained", 1), ("n-gram", 2), ("trained", 4))
     }
@@ -104,9 +107,10 @@ def test_graphs_are_counted_alone_only_where_all_threads_are_on_one_device(
 def test_a_target_in_bfloat16_may_decide_near_ties_otherwise_and_nothing_else(
     dtype: Any, identical: int, regret: float, passes: bool
 ) -> None:
-    drafter = {"identical": identical, "largest_regret": regret, "tau_not_looping": 4}
-    made = run(Config(target_dtype=dtype), drafters={"trained": drafter})
-    assert failures(made) == ([] if passes else ["output differs from the target's own"])
+    drafter = {"references": 2, "identical": identical, "largest_regret": regret, "tau_not_looping": 4}
+    config = Config(target_dtype=dtype)
+    for made in (run(config, drafters={"trained": drafter}), run(config, **{"on the way": drafter})):
+        assert failures(made) == ([] if passes else ["output differs from the target's own"])
 
 
 def test_the_regret_of_a_response_that_is_another_one_is_measured(tiny_target: Path) -> None:

@@ -43,6 +43,8 @@ OPTIONS = [
     "8",
     "--save-every",
     "3",
+    "--eval-every",
+    "2",
     "--eval-prompts",
     "2",
     "--eval-prompt-length",
@@ -50,13 +52,6 @@ OPTIONS = [
     "--eval-new-tokens",
     "8",
 ]
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "counting.txt").write_text(" ".join(str(i) for i in range(2000)))
-    return folder
 
 
 def arguments(target: Path, text: Path, run: Path) -> list[str]:
@@ -73,6 +68,8 @@ def arguments(target: Path, text: Path, run: Path) -> list[str]:
         ("--optimizer sgd", "optimizer is 'sgd': use 'adamw' or 'muon'"),
         ("--lr fast", "--lr: 'fast' is not a number"),
         ("--mask-token-id 258", "mask_token_id is 258"),
+        ("--eval-every -1", "eval_every is -1"),
+        ("--eval-every 1 --target {dynamic}", "'dynamic', whose frequencies change"),
         ("--draft-heads 3", "3 heads and 2 key/value heads"),
         ("--draft-head-dim 7", "needs an even number"),
         ("--device tpu", "'tpu' does not exist here"),
@@ -101,7 +98,7 @@ def test_bad_input_is_one_clear_error_before_any_work(
     wrong: str,
     says: str,
 ) -> None:
-    places = {name: tmp_path / name for name in ("empty", "short", "shallow", "other")}
+    places = {name: tmp_path / name for name in ("empty", "short", "shallow", "dynamic", "other")}
     for place in places.values():
         place.mkdir()
     (places["short"] / "a.txt").write_text("abcdefghij" * 5)
@@ -109,6 +106,8 @@ def test_bad_input_is_one_clear_error_before_any_work(
     (places["shallow"] / "config.json").write_text(
         json.dumps(config | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2})
     )
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (places["dynamic"] / "config.json").write_text(json.dumps(config | {"rope_parameters": dynamic}))
     (places["other"] / "options.json").write_text("{}")
     monkeypatch.setattr(demo, "Run", None)  # no work
     run = tmp_path / "run"
@@ -148,7 +147,9 @@ def watched(original):
     return call
 
 def steps_and_losses():
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    evaluated = [line["step"] for line in lines if line["kind"].startswith("evaluation")]
+    assert lines[-1]["kind"] != "stage" or lines[-1]["stage"] != "plots" or sorted(evaluated) == [2, 4, 6, 8], evaluated
     return [(line["step"], line["loss"]) for line in lines if line["kind"] == "step"]
 
 def newest():
@@ -169,7 +170,7 @@ def go(*how):
     global count
     count = itertools.count()
     code = demo.main([*arguments, *how, "--run", str(run)])
-    assert not [t for t in threading.enumerate() if t.name.startswith(("target-", "drafter-"))]
+    assert not [t for t in threading.enumerate() if t.name.startswith(("target-", "drafter-", "evaluation"))]
     return code, json.loads((run / "summary.json").read_text())
 
 fault = (None, None)

@@ -18,7 +18,7 @@ from rich.console import Console
 import plots
 from config import Config
 from display import Display
-from monitor import COMPILES, WAITS_TO_COMPILE, Monitor
+from monitor import COMPILES, WAITS_TO_COMPILE, Monitor, memory
 from run_folder import RunFolder
 from safecompile import fx_trace_lock
 from target import Target
@@ -88,6 +88,41 @@ def test_who_compiles_and_who_waits_for_it_is_told_by_the_lock() -> None:
     assert monitor.sample() == {"hold": "starts", "wait": "starts"}
 
 
+def test_a_thread_has_no_time_from_before_it_was_there() -> None:
+    """A run may have loaded for minutes before its first thread: its idle share would be far above 1."""
+    monitor = Monitor()
+    monitor._sampled -= 1000.0
+    monitor.add("late")
+    monitor.threads["late"].state = "waits for work"
+    monitor.sample()
+    assert monitor.threads["late"].waited < 500.0
+    monitor.threads["late"].since -= 100.0
+    monitor.threads["late"].seconds = {"waits for work": 20.0, WAITS_TO_COMPILE: 5.0, COMPILES: 30.0, "trains": 45.0}
+    monitor.threads["late"].ended = monitor.threads["late"].since + 100.0
+    assert monitor.threads["late"].idle_share == pytest.approx(0.25)
+
+
+def test_memory_is_told_in_bytes() -> None:
+    ((device, sizes),) = memory([torch.device("cpu"), torch.device("cpu")]).items()
+    assert device == "cpu"
+    status = Path("/proc/self/status").read_text()
+    peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    assert sizes["peak_resident"] == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_is_told_in_bytes() -> None:
+    device = torch.device("cuda:0")
+    before = memory([device])["cuda:0"]
+    kept = torch.zeros(2**20, device=device)
+    gone = torch.zeros(2**20, device=device)
+    del gone
+    after = memory([device])["cuda:0"]
+    assert after["allocated"] - before["allocated"] == kept.nbytes
+    assert after["peak_allocated"] >= before["allocated"] + 2 * kept.nbytes
+    assert after["reserved"] >= after["allocated"]
+
+
 def test_changes_of_state_become_spans_up_to_the_end() -> None:
     changes: list[dict[str, str | float]] = [
         {"seconds": 0.0, "thread": "a", "state": "trains"},
@@ -111,3 +146,14 @@ def test_pictures_are_made_from_the_folder_alone(tmp_path: Path) -> None:
     plots.acceptance(folder, {"trained": [0.5, 0.2]})
     for name in ("loss", "threads", "acceptance"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_acceptance_length_is_drawn_if_it_was_measured_on_the_way(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, Config())
+    folder.begin()
+    folder.metric("evaluation", step=20, tau=3.0, tau_not_looping=None)
+    plots.acceptance_length(folder)
+    assert not (tmp_path / "acceptance_length.png").exists()
+    folder.metric("evaluation", step=10, tau=2.0, tau_not_looping=None)  # of a copy that waited
+    plots.acceptance_length(folder)
+    assert (tmp_path / "acceptance_length.png").read_bytes().startswith(b"\x89PNG")

@@ -159,6 +159,19 @@ def test_a_drafter_beside_the_first_target_shares_its_vocabulary(tiny_target: Pa
     assert found.device_memory["cuda:0"] == sum(found.target_memory.values()) + shared
 
 
+def test_evaluating_while_training_goes_on_takes_memory_beside_the_first_target_and_the_first_drafter(
+    tiny_target: Path,
+) -> None:
+    config = Config(device=",".join(f"cuda:{i}" for i in range(4)), target=tiny_target, targets=2, drafters=2)
+    plain, evaluating = estimate.estimate(config), estimate.estimate(replace(config, eval_every=45))
+    assert plain.evaluation_memory == {}
+    more = {device: size - plain.device_memory[device] for device, size in evaluating.device_memory.items()}
+    weights = 4 * plain.trainable_parameters
+    assert (more["cuda:2"], more["cuda:1"], more["cuda:3"]) == (3 * weights, 0, 0)
+    assert more["cuda:0"] > weights
+    assert sum(more.values()) == sum(evaluating.evaluation_memory.values())
+
+
 def test_a_dry_run_shows_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

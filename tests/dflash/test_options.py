@@ -89,6 +89,7 @@ def test_every_option_can_be_given_in_a_file_and_on_the_command_line(name: str, 
         "Path": ('"a/b"', ["a/b"], Path("a/b")),
         "Path | None": ('"a/b"', ["a/b"], Path("a/b")),
         "tuple[int, ...] | None": ("[4, 2]", ["4,2"], (4, 2)),
+        "tuple[str, ...]": ('["tensorboard", "a.b:c"]', ["tensorboard,a.b:c"], ("tensorboard", "a.b:c")),
         "tuple[str, ...] | None": ('["sliding_attention"]', ["sliding_attention"], ("sliding_attention",)),
     }
     kind = Config.__annotations__[name]

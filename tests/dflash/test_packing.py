@@ -108,12 +108,12 @@ def test_drafters_train_on_packed_chats_and_a_cache_of_them_gives_the_same(
 ) -> None:
     chats = chat.load(config, target.language)
     training = train.Training(config, chats.train, [target])
-    training.run(lambda step, loss: None)
+    training.run(lambda step, numbers: None)
     config = replace(config, target=Path(target.model.config.name_or_path))
     begun = cache.begin(tmp_path / "features", config, chats.train, target.taps, 4 * 32 * 4)
     train.fill(config, chats.train, [target], begun)
     again = train.Training(config, chats.train, [target], cache=begun)
-    again.run(lambda step, loss: None)
+    again.run(lambda step, numbers: None)
     assert again.losses == training.losses
     assert all(map(torch.equal, again.drafters[0].parameters(), training.drafters[0].parameters()))
 

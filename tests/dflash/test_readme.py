@@ -99,3 +99,13 @@ def test_the_options_of_a_command_go_together(line: str) -> None:
     arguments = shlex.split(line)[2:]
     if "mine.toml" not in arguments:  # the reader's own
         demo.command_line(arguments)
+
+
+def test_every_kind_of_metric_is_in_the_table() -> None:
+    sources = "\n".join(path.read_text() for path in EXAMPLE.glob("*.py"))
+    written = set(re.findall(r"(?:\.metric|_write)\(\s*\"(\w+)\"|\"kind\": \"(\w+)\"", sources))
+    kinds = {first or second for first, second in written}
+    table = (EXAMPLE / "README.md").read_text().split("| kind |")[1].split("\n\n")[0]
+    assert (
+        set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == kinds >= {"step", "evaluation", "threads", "resume"}
+    )

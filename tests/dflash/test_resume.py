@@ -53,10 +53,10 @@ def config(tiny_target: Path) -> Config:
     return replace(CONFIG, target=tiny_target)
 
 
-def stop_after(steps: int) -> Callable[[int, float], None]:
+def stop_after(steps: int) -> train.Report:
     """Return a report that ends training in the middle of all that the other threads do."""
 
-    def report(step: int, loss: float) -> None:
+    def report(step: int, numbers: train.Numbers) -> None:
         if step + 1 == steps:
             raise InterruptedError("enough")
 
@@ -64,7 +64,7 @@ def stop_after(steps: int) -> Callable[[int, float], None]:
 
 
 def to_the_end(training: train.Training) -> train.Training:
-    training.run(lambda step, loss: None)
+    training.run(lambda step, numbers: None)
     return training
 
 
@@ -157,7 +157,7 @@ def test_a_replica_whose_update_failed_is_not_saved_and_the_others_finish_theirs
     with monkeypatch.context() as patched:
         patched.setattr(optimizer.Optimizers, "step", failing)
         with pytest.raises(WorkerError, match="injected"):
-            training.run(lambda step, loss: None)
+            training.run(lambda step, numbers: None)
     assert [(replica.step, replica.whole) for replica in training.replicas] == [(3, False), (4, True), (4, True)]
     replica = training.at_rest()
     assert replica is training.replicas[1]
@@ -277,12 +277,14 @@ def test_every_option_either_may_change_or_is_in_the_contract(config: Config, tm
         "targets": 1,
         "queue_depth": 7,
         "save_every": 7,
+        "metrics": ("tensorboard",),
         "trust_remote_code": True,
         "target": tmp_path / "moved target",
         "text": tmp_path,
         "data": tmp_path / "chats.jsonl",
         "cache": tmp_path / "features",
         "tau": 1.0,
+        "eval_every": 3,
         "eval_prompts": 1,
         "eval_prompt_length": 1,
         "eval_new_tokens": 1,

@@ -84,6 +84,19 @@ def test_a_resume_keeps_the_metrics_of_what_was_saved(tmp_path: Path) -> None:
     assert folder.metrics("resume") == [{"step": 4}]
 
 
+def test_a_resume_drops_what_was_measured_at_its_step_or_later_and_makes_it_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, Config())
+    folder.begin()
+    for step in (2, 4, 6):
+        folder.metric("evaluation", step=step, tau=2.0)
+        folder.metric("evaluation_skipped", step=step - 1, newer=step)
+    folder.resume(4, 1.0)
+    assert [line["step"] for line in folder.metrics("evaluation")] == [2]
+    assert [line["step"] for line in folder.metrics("evaluation_skipped")] == [1, 3]
+    folder.resume(2, 0.5)
+    assert [line["step"] for line in folder.metrics("resume")] == [4, 2]
+
+
 def test_metrics_wait_until_those_of_the_run_before_are_dropped_or_gone_on_with(tmp_path: Path) -> None:
     before = RunFolder(tmp_path, Config())
     before.begin()

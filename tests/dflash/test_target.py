@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,9 @@ import checkpoints
 from config import Config, ConfigError
 from safecompile import statistics
 from speculative import DFlashProposer, greedy, speculate
-from target import Target, choose, language_of, read_config, tapped_layers
+from target import Features, Target, check_shareable, choose, language_of, read_config, tapped_layers
 from tests.helpers.models import tiny_model
+from tests.helpers.threads import gather_threads
 from train import new_drafter
 
 CPU = torch.device("cpu")
@@ -190,3 +194,85 @@ def test_code_that_comes_with_a_target_is_not_run_unless_asked(tmp_path: Path) -
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def features_of_two_threads_at_once(
+    target: Target, tokens: list[torch.Tensor]
+) -> list[tuple[Features, int] | BaseException]:
+    """Return features and passes of two threads that are both behind each tapped layer before either goes on."""
+    here = threading.Barrier(2, timeout=60)
+
+    def meet(module: object, inputs: object, output: object) -> None:
+        here.wait()
+
+    handles = [target.model.model.layers[tap].register_forward_hook(meet) for tap in target.taps]
+
+    def reading(own: Target, read: torch.Tensor) -> Callable[[], tuple[Features, int]]:
+        return lambda: (own.forward(read), own.passes)
+
+    try:
+        return gather_threads([reading(target, tokens[0]), reading(target.shared(), tokens[1])])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["each thread's own", "one dictionary for both"])
+def test_two_threads_inside_one_model_get_their_own_features(tiny_target: Path, apart: bool) -> None:
+    """With one dictionary for the outputs of all threads, as it was, they are mixed up or missing."""
+    target = Target(tiny_target, (0, 2), CPU)
+    tokens = [torch.randint(2, 258, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    alone = [target.forward(read) for read in tokens]
+    target.passes = 0
+    if not apart:
+        shared: Any = SimpleNamespace(by_tap={})
+        target._outputs = shared
+    found = features_of_two_threads_at_once(target, tokens)
+    right = [
+        not isinstance(one, BaseException)
+        and all(torch.equal(a, b) for a, b in zip(one[0], expected, strict=True))
+        and one[1] == 1
+        for one, expected in zip(found, alone, strict=True)
+    ]
+    assert right == [True, True] if apart else not all(right)
+
+
+def test_a_shared_target_has_the_same_weights_and_counts_for_itself(tiny_target: Path) -> None:
+    target = Target(tiny_target, (0, 2), CPU)
+    other = target.shared()
+    other.forward(torch.tensor([[5, 6]]))
+    assert other.model is target.model
+    assert (target.passes, other.passes) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rope", "refused"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, None),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}, None),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "'dynamic', whose frequencies change"),
+    ],
+)
+def test_a_target_whose_passes_write_into_it_is_not_shared(
+    tmp_path: Path, rope: dict[str, Any], refused: str | None
+) -> None:
+    options = {"vocab_size": 258, "head_dim": 8, "max_position_embeddings": 64, "rope_parameters": rope}
+    tiny_model("Qwen3", **options).save_pretrained(tmp_path)
+    target = Target(tmp_path, (0,), CPU)
+    if refused is None:
+        target.shared()
+        return
+    with pytest.raises(ConfigError, match=refused):
+        target.shared()
+    # What it is refused for: the features of one text depend on what another thread has read.
+    text, longer = torch.arange(2, 102).unsqueeze(0), torch.arange(2, 202).unsqueeze(0)
+    before = target.forward(text).normed
+    target.forward(longer)
+    assert not torch.equal(target.forward(text).normed, before)
+
+
+def test_one_kind_of_layers_with_such_positions_is_enough() -> None:
+    layers = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(ConfigError, match="set eval_every to 0"):
+        check_shareable(SimpleNamespace(rope_parameters=layers))
+    check_shareable(SimpleNamespace(rope_parameters={"full_attention": {"rope_type": "default"}}))

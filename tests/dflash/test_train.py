@@ -48,7 +48,7 @@ def targets(folder: Path, count: int) -> list[Target]:
 
 def run(folder: Path, count: int, config: Config = CONFIG) -> train.Training:
     training = train.Training(replace(config, targets=count), TEXT, targets(folder, count))
-    training.run(lambda step, loss: None)
+    training.run(lambda step, numbers: None)
     return training
 
 
@@ -139,7 +139,7 @@ def test_weights_are_equal_when_a_thread_moves_only_while_all_others_wait(
 
     monkeypatch.setattr(train, "make_work", delayed(train.make_work))
     monkeypatch.setattr(train.Replica, "loss", delayed(train.Replica.loss))
-    training.run(lambda step, loss: None)
+    training.run(lambda step, numbers: None)
     assert len(held_up) >= (1 if late.startswith("target") else CONFIG.steps)
     assert_same(training, first)
 
@@ -173,7 +173,7 @@ def test_a_step_says_how_well_its_blocks_were_drafted(tiny_target: Path, change:
     (target,) = targets(tiny_target, 1)
     training, reported = train.Training(config, TEXT, [target]), list[train.Drafted]()
 
-    def report(step: int, loss: float) -> None:
+    def report(step: int, numbers: train.Numbers) -> None:
         drafted = training.replicas[0].drafted
         assert drafted
         reported.append(drafted)
@@ -245,7 +245,7 @@ def test_a_fault_in_any_thread_ends_training_in_time_with_that_error(
     monkeypatch.setattr(train.Replica, "loss", breaking(worker, call, train.Replica.loss))
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
     with pytest.raises(WorkerError, match=f"'{worker}' failed: ArithmeticError: injected") as caught:
-        training.run(lambda step, loss: None)
+        training.run(lambda step, numbers: None)
     assert caught.value.still_running == []
     replica = training.at_rest()
     assert replica is not None
@@ -266,7 +266,7 @@ def test_a_fault_in_any_part_of_a_step_ends_training(
         monkeypatch.setattr(train.GradientExchange, "average", fail)
     with pytest.raises(WorkerError, match="injected"):
         train.Training(CONFIG, TEXT, targets(tiny_target, 5)).run(
-            fail if during == "report" else lambda step, loss: None
+            fail if during == "report" else lambda step, numbers: None
         )
 
 
@@ -291,7 +291,7 @@ def test_training_that_diverges_ends_before_anything_of_it_can_be_saved(
     monkeypatch.setattr(train.Replica, "loss", loss)
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
     with pytest.raises(WorkerError, match=f"FloatingPointError: training diverged at step 3: .*{says}"):
-        training.run(lambda step, loss: steps.append(step))
+        training.run(lambda step, numbers: steps.append(step))
     assert [replica.whole for replica in training.replicas] == whole
     assert [replica.step for replica in training.replicas] == [3 + w for w in whole]
     assert steps == list(range(3 + whole[0]))
@@ -316,7 +316,7 @@ def test_an_interrupt_while_threads_are_started_ends_those_that_run(
 
     monkeypatch.setattr(training.crew, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        training.run(lambda step, loss: None)
+        training.run(lambda step, numbers: None)
     assert training.crew.running() == []
 
 
