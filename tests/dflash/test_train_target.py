@@ -12,13 +12,17 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
+pytest.importorskip("rich", reason="the example's display")
+pytest.importorskip("matplotlib", reason="the example's plots")
 
 from transformers import Qwen3ForCausalLM
 
 import data
+import demo
 import optimizer
 import train_target
 from config import BUNDLED_TARGET
+from estimate import estimate
 from speculative import greedy
 from target import Target
 from train_target import PRESETS, Recipe, architecture, held_out_loss, loss_of, train
@@ -169,6 +173,17 @@ def test_a_larger_preset_makes_a_target_in_bfloat16(tmp_path: Path, capsys: pyte
     assert target.model.config.dtype == torch.bfloat16
     assert not (tmp_path / "generation_config.json").exists()
     assert len(greedy(target, torch.arange(2, 14), 4)) == 4
+
+
+def test_the_bundled_file_for_the_larger_preset_fits_it(tmp_path: Path) -> None:
+    architecture(PRESETS["gpu"]).save_pretrained(tmp_path)
+    config = demo.command_line(["--config", "h200-bytes", "--target", str(tmp_path)]).config
+    found = estimate(config)
+    assert 50e6 < found.target_parameters < 80e6
+    assert found.shapes["features"] == (config.batch, config.length, 5 * 512)
+    assert list(found.device_memory) == ["cuda:0"]
+    assert found.device_memory["cuda:0"] < 70e9  # half of an H200
+    assert config.steps // config.uses * config.drafters * config.sequences > 10_000
 
 
 def test_the_held_out_loss_is_that_of_what_is_saved() -> None:
