@@ -100,6 +100,13 @@ class Recipe:
             raise ConfigError(f"sequence is {self.sequence}, the model has positions for {MOST_POSITIONS}")
         return Config(device=self.device).devices()[0]
 
+    def done(self, steps: int, seconds: float) -> float:
+        """Return what share of the training these steps are, which took so many seconds; 1 or more is all."""
+        if self.steps is not None:
+            return steps / self.steps
+        assert self.minutes is not None
+        return seconds / (60 * self.minutes)
+
 
 PRESETS = {
     "bundled": Recipe(),
@@ -193,7 +200,7 @@ def train(
         ConfigError: if there is too little text.
         FloatingPointError: if training has diverged.
     """
-    # On the device: cutting windows there costs a step nothing.
+    # On the device, where windows are cut without sending more than their places.
     text, held_out = (data.encode(part).to(device) for part in (corpus.train, corpus.held_out))
     if min(len(text), len(held_out)) <= recipe.sequence:
         raise ConfigError(
@@ -232,12 +239,9 @@ def train(
                 started = time.monotonic()  # the first step compiles
             seconds = time.monotonic() - began
             say(f"step {step:5d}  loss {value:.3f}  {seconds:.0f} s, {time.process_time() - cpu_began:.0f} CPU-seconds")
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"training diverged before step {step}: its loss is {value:g}; lower muon_lr or lr"
-                )
+            _check_loss(value, step)
         step += 1
-        done = step / recipe.steps if recipe.minutes is None else (time.monotonic() - started) / (60 * recipe.minutes)
+        done = recipe.done(step, time.monotonic() - started)
         if int(min(done, 1.0) * recipe.evaluations) > evaluated:
             evaluated = int(min(done, 1.0) * recipe.evaluations)
             found = held_out_loss(model, held_out, recipe)
@@ -247,10 +251,12 @@ def train(
     if best is not None:
         model.load_state_dict(best[2])
     model.to(DTYPES[recipe.saved_dtype])
+    final = held_out_loss(model, held_out, recipe)
+    _check_loss(final, step)
     training = {
         "steps": step,
         "weights_of_step": step if best is None else best[1],
-        "held_out_loss_nats_per_byte": round(held_out_loss(model, held_out, recipe), 3),
+        "held_out_loss_nats_per_byte": round(final, 3),
         "seconds": round(time.monotonic() - began),
         "cpu_seconds": round(time.process_time() - cpu_began),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -261,6 +267,11 @@ def train(
         "recipe": asdict(recipe),
     }
     return Trained(model, training)
+
+
+def _check_loss(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"training diverged before step {step}: the loss is {loss:g}; lower muon_lr or lr")
 
 
 def save(trained: Trained, folder: Path) -> None:

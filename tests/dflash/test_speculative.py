@@ -255,6 +255,8 @@ def test_a_regret_is_counted_in_units_in_the_last_place_of_the_largest_logit() -
     assert found == Regret((0.0625, 0.5, 1.0), (1.0, 2.0, 1.0 / (2 * 2**-7)))
     assert found.largest == 1.0
     assert regret(says, PROMPT, [0, 0, 0, 0, 2]) == Regret()
+    logits[3, 2] = float("nan")
+    assert str(regret(says, PROMPT, [0, 0, 0, 0, 2]).largest) == "nan"
 
 
 @pytest.mark.parametrize(("straight", "valid"), [(7, False), (8, True)])

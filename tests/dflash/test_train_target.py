@@ -21,7 +21,7 @@ import data
 import demo
 import optimizer
 import train_target
-from config import BUNDLED_TARGET
+from config import BUNDLED_TARGET, ConfigError
 from estimate import estimate
 from speculative import greedy
 from target import Target
@@ -193,6 +193,12 @@ def test_the_held_out_loss_is_that_of_what_is_saved() -> None:
     assert found.training["held_out_loss_nats_per_byte"] == round(again, 3)
 
 
+def test_a_training_that_diverges_after_its_last_line_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_target, "held_out_loss", lambda *given: float("nan"))
+    with pytest.raises(FloatingPointError, match="diverged before step 6"):
+        train(replace(TINY, evaluations=2), CPU, CORPUS)
+
+
 def test_a_training_that_diverges_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SIZES, "--batch", "2", "--steps", "4", "--lr", "1e30", "--to", str(tmp_path / "made")]
     assert train_target.main(arguments) == 1
@@ -231,5 +237,5 @@ def test_options_that_cannot_work_are_refused(
 
 
 def test_too_little_text_is_refused() -> None:
-    with pytest.raises(train_target.ConfigError, match="sequence is 16"):
+    with pytest.raises(ConfigError, match="sequence is 16"):
         train(TINY, CPU, data.Corpus(b"a" * 100, b"b" * 16))
