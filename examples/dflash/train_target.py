@@ -46,28 +46,34 @@ Precision = Literal["float32", "bfloat16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _option(default: Any, meaning: str, kind: type = int) -> Any:
-    return field(default=default, metadata={"help": meaning, "kind": kind})
+def _option(
+    default: Any, meaning: str, kind: type = int, *, at_least: float | None = None, above: float | None = None
+) -> Any:
+    return field(default=default, metadata={"help": meaning, "kind": kind, "at_least": at_least, "above": above})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What is trained and how. The defaults are the bundled target's; each field is an option of the command line."""
 
-    layers: int = _option(4, "decoder layers")
-    width: int = _option(128, "width of the hidden states")
-    intermediate: int = _option(384, "width of the feed-forward parts")
-    heads: int = _option(4, "attention heads")
-    kv_heads: int = _option(2, "key/value heads")
-    head_dim: int = _option(32, "width of a head")
-    sequence: int = _option(256, "bytes that a loss is taken on in a row")
-    batch: int = _option(8, "sequences of a step")
-    steps: int | None = _option(900, "training steps")
-    minutes: float | None = _option(None, "time to train in place of a number of steps, after the first step", float)
-    lr: float = _option(3e-3, "peak learning rate of AdamW, for embedding and norms", float)
-    muon_lr: float = _option(2e-2, "peak learning rate of Muon, for all other matrices", float)
-    weight_decay: float = _option(0.0, "of both, times the learning rate", float)
-    evaluations: int = _option(0, "held-out losses on the way, the weights of the least are kept; 0: the last weights")
+    layers: int = _option(4, "decoder layers", at_least=1)
+    width: int = _option(128, "width of the hidden states", at_least=1)
+    intermediate: int = _option(384, "width of the feed-forward parts", at_least=1)
+    heads: int = _option(4, "attention heads", at_least=1)
+    kv_heads: int = _option(2, "key/value heads", at_least=1)
+    head_dim: int = _option(32, "width of a head", at_least=1)
+    sequence: int = _option(256, "bytes that a loss is taken on in a row", at_least=1)
+    batch: int = _option(8, "sequences of a step", at_least=1)
+    steps: int | None = _option(900, "training steps", at_least=1)
+    minutes: float | None = _option(
+        None, "time to train in place of a number of steps, after the first step", float, above=0
+    )
+    lr: float = _option(3e-3, "peak learning rate of AdamW, for embedding and norms", float, above=0)
+    muon_lr: float = _option(2e-2, "peak learning rate of Muon, for all other matrices", float, above=0)
+    weight_decay: float = _option(0.0, "of both, times the learning rate", float, at_least=0)
+    evaluations: int = _option(
+        0, "held-out losses on the way, the weights of the least are kept; 0: the last weights", at_least=0
+    )
     device: str = _option("cpu", "cpu, or a GPU such as cuda:0", str)
     dtype: Precision = _option("float32", "what passes compute in; the weights that are stepped are float32", str)
     saved_dtype: Precision = _option("float32", "of the weights that are written", str)
@@ -80,14 +86,11 @@ class Recipe:
             ConfigError: with one sentence that says what to change.
         """
         for option in fields(self):
-            value = getattr(self, option.name)
-            least = (
-                0 if option.name in ("weight_decay", "evaluations") else 1 if option.metadata["kind"] is int else None
-            )
-            if least is not None and value is not None and not least <= value < math.inf:
-                raise ConfigError(f"{option.name} is {value}, it must be at least {least}")
-            if option.metadata["kind"] is float and least is None and value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{option.name} is {value}, it must be above 0")
+            value, at_least, above = getattr(self, option.name), option.metadata["at_least"], option.metadata["above"]
+            if None not in (value, at_least) and not at_least <= value < math.inf:
+                raise ConfigError(f"{option.name} is {value}, it must be at least {at_least}")
+            if None not in (value, above) and not above < value < math.inf:
+                raise ConfigError(f"{option.name} is {value}, it must be above {above}")
             if option.name.endswith("dtype") and value not in DTYPES:
                 raise ConfigError(f"{option.name} is {value!r}: use {' or '.join(map(repr, DTYPES))}")
         if (self.steps is None) == (self.minutes is None):
