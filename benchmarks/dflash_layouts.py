@@ -47,7 +47,8 @@ if "--child=stock" in sys.argv:  # before the example decorates its functions
     safecompile.thread_safe_compile = stock  # type: ignore[assignment]
 sys.path.insert(0, str(EXAMPLE))
 
-import train  # noqa: E402  # after what it decorates with
+import devices  # noqa: E402  # after what the example decorates with
+import train  # noqa: E402
 from config import Config  # noqa: E402
 from pipeline import WorkerError  # noqa: E402
 from target import Features, Target, Vocabulary  # noqa: E402
@@ -71,7 +72,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-blocks", type=int, nargs="+", default=[64], help="several: one run for each")
     parser.add_argument("--attention", choices=("auto", "dense"), nargs="+", default=["auto"], help="likewise")
     parser.add_argument("--kl-weight", type=float, default=0.5)
+    parser.add_argument(
+        "--switch-interval",
+        type=float,
+        default=sys.getswitchinterval(),
+        help="seconds that a thread may keep Python for",
+    )
     parser.add_argument("--eager-target", action="store_true", help="do not compile the target's layers")
+    parser.add_argument(
+        "--count-again", action="store_true", help="also count the graphs that one thread alone compiles"
+    )
     parser.add_argument("--limit", type=float, default=500, help="seconds for one run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--child", choices=LAYOUTS, help=argparse.SUPPRESS)
@@ -80,8 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         parser.exit(2, "the layouts are compared on a GPU\n")
     if options.child:
+        sys.setswitchinterval(options.switch_interval)
         faulthandler.dump_traceback_later(options.limit - 10, exit=True)  # says where a run hangs
-        (options.folder / RESULT).write_text(json.dumps(measure(options)))
+        measure(options)
         return
     results = []
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
@@ -138,9 +149,19 @@ def run(options: argparse.Namespace, folder: Path, layout: str, attention: str, 
     command += [f"--chunk-blocks={chunk_blocks}"]
     command += [
         f"--{n.replace('_', '-')}={getattr(options, n)}"
-        for n in ("limit", "steps", "warm_up", "targets", "drafters", "length", "anchors", "kl_weight")
+        for n in (
+            "limit",
+            "steps",
+            "warm_up",
+            "targets",
+            "drafters",
+            "length",
+            "anchors",
+            "kl_weight",
+            "switch_interval",
+        )
     ]
-    command += ["--eager-target"] * options.eager_target
+    command += ["--eager-target"] * options.eager_target + ["--count-again"] * options.count_again
     samples: list[Sample] = []
     over = threading.Event()
     watcher = threading.Thread(target=watch, args=(samples, over))
@@ -212,8 +233,8 @@ def describe(measured: dict[str, Any]) -> str:
 # --- a layout's process
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the layout that was asked for here, and return what was measured."""
+def measure(options: argparse.Namespace) -> None:
+    """Run the layout that was asked for here, and write what was measured."""
     config = Config(
         device="cuda:0",
         target=options.folder,
@@ -241,21 +262,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         optimizer="adamw",
         lr=6e-4,
     )
-    measured = Measured(options.warm_up)
-    {"one-thread": one_thread, "processes": processes}.get(options.child, threads)(config, measured)
-    return measured.result()
+    measured = Measured(options.warm_up, options.folder / RESULT)
+    layouts = {"one-thread": one_thread, "processes": processes}
+    layouts.get(options.child, partial(threads, count_again=options.count_again))(config, measured)
+    measured.write()
 
 
 class Measured:
     """What a layout's process measures."""
 
-    def __init__(self, warm_up: int) -> None:
+    def __init__(self, warm_up: int, result: Path) -> None:
         self.times: list[float] = []
         self.losses: list[float] = []
         self.errors: list[tuple[str, str]] = []
         self.waits: dict[str, float] = {}
         self.elsewhere: dict[str, Any] = {}
         self.warm_up = warm_up
+        self.path = result
 
     def step(self, loss: float) -> None:
         """Take note of the end of a step."""
@@ -268,16 +291,17 @@ class Measured:
             (where, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         )
 
-    def result(self) -> dict[str, Any]:
-        """Return all in JSON's types."""
-        return {
+    def write(self) -> None:
+        """Write all that is known."""
+        known = {
             "times": self.times,
             "losses": self.losses,
             "errors": self.errors,
             "waits": self.waits,
             "graphs": graphs(),
             "allocated": torch.cuda.max_memory_allocated(),
-        } | self.elsewhere
+        }
+        self.path.write_text(json.dumps(known | self.elsewhere))
 
 
 def graphs() -> dict[str, int]:
@@ -310,7 +334,7 @@ def load(config: Config, count: int) -> list[Target]:
     return found
 
 
-def threads(config: Config, measured: Measured) -> None:
+def threads(config: Config, measured: Measured, *, count_again: bool) -> None:
     """Run the example's own training."""
     training = train.Training(config, tokens(), load(config, config.targets))
     gradients = train.Replica.gradients
@@ -347,6 +371,8 @@ def threads(config: Config, measured: Measured) -> None:
         measured.elsewhere["compiled"] = training.compiled
         measured.elsewhere["allocated"] = torch.cuda.max_memory_allocated()
         measured.elsewhere["graphs"] = graphs()
+    if not measured.errors and count_again:
+        measured.write()  # in case that the time is too short for what follows
         del training.replicas
         one = train.compiles_of_one_thread(config, tokens(), training.targets[0])
         measured.elsewhere["compiled_by_one_thread"] = one
@@ -357,20 +383,23 @@ def one_thread(config: Config, measured: Measured) -> None:
     targets = load(config, config.targets)
     training = train.Training(config, tokens(), targets)
     source = training.source
+    read = None
     for step in range(config.steps):
         losses = []
         for index, replica in enumerate(training.replicas):
-            work = train.make_work(
-                config, source, targets[(step * config.drafters + index) % config.targets], step, index
-            )
-            losses.append(replica.gradients(work, step))
+            target = targets[(step * config.drafters + index) % config.targets]
+            losses.append(replica.gradients(train.make_work(config, source, target, step, index), step).loss)
         gradients = [[p.grad for p in r.drafter.parameters() if p.grad is not None] for r in training.replicas]
         means = train.mean_gradients(gradients, DEVICE)
+        if read:
+            measured.step(read()[0])
         for replica in training.replicas:
             for parameter, mean in zip(replica.drafter.parameters(), means, strict=True):
                 parameter.grad = mean
             replica._optimizers.step()
-        measured.step(float(losses[0].loss))
+        read = devices.read_later(losses[0].view(1))
+    if read:
+        measured.step(read()[0])
 
 
 # --- a process for each role
@@ -442,7 +471,8 @@ def drafter_process(config: Config, index: int, ends: Ends) -> None:
     flat = {index: own} | dict(ends.gradients[index].get() for _ in range(config.drafters - 1))
     in_order = [flat[i] for i in range(config.drafters)]
     sizes = [p.numel() for p in parameters]
-    times, losses = [], []
+    times: list[float] = []
+    losses: list[float] = []
     for step in range(config.steps):
         ticket = step * config.drafters + index
         tokens_, loss_mask, tapped, normed = ends.work[ticket % config.targets][index].get()
@@ -456,7 +486,7 @@ def drafter_process(config: Config, index: int, ends: Ends) -> None:
         for parameter, part in zip(parameters, mean.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
         replica._optimizers.step()
-        losses.append(float(made.loss))
+        losses.append(float(made.loss))  # a process waits for its device twice a step as it is
         times.append(time.time())
         del tokens_, tapped, normed  # the sender's memory
     allocated = torch.cuda.max_memory_allocated()

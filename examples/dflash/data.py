@@ -183,6 +183,13 @@ def window(tokens: Tensor, length: int, rng: torch.Generator) -> Tensor:
     return tokens[start : start + length].long()
 
 
+def windows(tokens: Tensor, length: int, count: int, rng: torch.Generator) -> Tensor:
+    """Cut what ``count`` calls of `window` would, int64 ``[count, length]``, at once, on the device of ``tokens``."""
+    starts = torch.randint(len(tokens) - length + 1, (count, 1), generator=rng)
+    starts = starts.to(tokens.device, non_blocking=tokens.device.type == "cuda")
+    return tokens[starts + torch.arange(length, device=tokens.device)].long()
+
+
 def draw_prompts(source: Source, length: int, rngs: Sequence[torch.Generator], first: int, seed: int) -> list[Tensor]:
     """Draw a prompt for each of ``rngs``, int64 ``[p]``: a window of ``length`` ids of a text, or a conversation's beginning.
 

@@ -324,7 +324,9 @@ class Run:
             config, judge, lambda: DFlashProposer(trained, judge, block), references
         )
         self.folder.metric(
-            "evaluation", step=config.steps, **evaluate.metrics(evaluations["trained"], drafts=block - 1)
+            "evaluation",
+            step=config.steps,
+            **evaluate.metrics(evaluations["trained"], block - 1, sum(t.seconds for t in evaluations["trained"].timed)),
         )
         self._done("trained")
         self.summary["graphs"] = {
@@ -499,13 +501,23 @@ class Run:
             f"\nspeculative decoding of {evaluation['references']} held-out prompts, {looping} of them with responses that loop"
         )
         self._say(
-            f"{'drafter':10} {'acceptance length':>18} {'without loops':>14} {'target passes':>14} {'drafter passes':>15} {'identical':>10}"
+            f"{'drafter':10} {'acceptance length':>18} {'without loops':>14} {'target passes':>14} {'drafter passes':>15} {'identical':>10} {'speed-up':>9}"
         )
         for name, drafter in evaluation["drafters"].items():
             self._say(
                 f"{name:10} {drafter['tau']:18.2f} {_number(drafter['tau_not_looping']):>14} {drafter['target_forwards']:14} "
-                f"{drafter['drafter_forwards']:15} {drafter['identical']:7}/{evaluation['references']}"
+                f"{drafter['drafter_forwards']:15} {drafter['identical']:7}/{evaluation['references']} {drafter['speed_up']:9.2f}"
             )
+        self._say("speed-up: tokens a second with drafts, over those of the target alone, decoded in turn")
+        if self.config.target_dtype == "bfloat16":
+            self._say(
+                f"\ntokens that are not the likeliest in one pass over the whole response; their logits may be {evaluate.NEAR_TIE:g} below it"
+            )
+            for name, found in (("alone", evaluation["target_alone"]), *evaluation["drafters"].items()):
+                self._say(
+                    f"{name:10} {found['not_likeliest']:4} of {found['tokens']}, at most {found['largest_regret']:.3g} below, or "
+                    f"{found['largest_regret_in_last_places']:.3g} units in the last place of the largest logit"
+                )
         self._say(f"\nlargest difference between replicas: {training['largest_difference_between_replicas']}")
         alone = graphs["compiled_by_one_thread"]
         self._say(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -42,6 +42,19 @@ def wait(device: torch.device, events: Iterable[Event]) -> None:
     for event in events:
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
+
+
+def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
+    """Return a function that waits for a vector's values and returns them, but for nothing that is queued on its device after now."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    copied, copies = tensor.to("cpu", non_blocking=True), torch.cuda.current_stream(tensor.device).record_event()
+
+    def read() -> list[float]:
+        copies.synchronize()
+        return copied.tolist()
+
+    return read
 
 
 def keep(tensors: Iterable[torch.Tensor]) -> None:

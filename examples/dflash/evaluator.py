@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,7 +129,8 @@ class Evaluator:
         devices.wait(self._target.device, [copied.ready])
         self._drafter.load_state_dict(copied.weights)
         devices.keep(copied.weights.values())
-        found = evaluate.evaluate(
+        began = time.monotonic()
+        found = evaluate.measure(
             self._config,
             self._target,
             lambda: DFlashProposer(self._drafter, self._target, block_size),
@@ -136,7 +138,7 @@ class Evaluator:
             self._check,
         )
         monitor.count(sum(len(decoded.tokens) for decoded in found.decoded))
-        return evaluate.metrics(found, block_size - 1)
+        return evaluate.metrics(found, block_size - 1, time.monotonic() - began)
 
     def _check(self) -> None:
         if self._stopped:

@@ -159,9 +159,8 @@ def main(arguments: list[str]) -> int:
     print(f"{options.prompt}{text}\n")
     print("\n".join(report(generated, exported.block_size, options.temperature, options.repeats)))
     if options.temperature == 0:
-        print(
-            f"largest distance of a token's logit from the largest one: {regret(target, prompt, generated.decoded.tokens):.3g}"
-        )
+        found = regret(target, prompt, generated.decoded.tokens)
+        print(f"largest distance of a token's logit from the largest one: {found.largest:.3g}")
     return 0
 
 

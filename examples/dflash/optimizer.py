@@ -26,10 +26,13 @@ class Muon(torch.optim.Optimizer):
         parameters: matrices, all with gradients at every step.
         lr: learning rate; a step's size does not depend on the gradient's.
         momentum: share of the past in the (Nesterov) momentum.
+        weight_decay: share of the weights that a step takes away, times the learning rate (as in AdamW).
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, momentum: float = 0.95) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no use for a closure here
@@ -42,6 +45,8 @@ class Muon(torch.optim.Optimizer):
                 directions = torch.stack([self._direction(p, group["momentum"]) for p in parameters])
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for parameter, update in zip(parameters, orthogonalize(directions), strict=True):
+                    if group["weight_decay"]:
+                        parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.sub_(update, alpha=scale)
 
     def _direction(self, parameter: nn.Parameter, momentum: float) -> Tensor:
@@ -204,8 +209,13 @@ class Optimizers:
         for name, value in state.items():
             number, parameter, what = name.split(".")
             gathered[int(number)].setdefault(int(parameter), {})[what] = value.clone()
-        for optimizer, scheduler, own in zip(self._optimizers, self._schedulers, gathered, strict=True):
+        for optimizer, own in zip(self._optimizers, gathered, strict=True):
             optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
+        self.move_to(step)
+
+    def move_to(self, step: int) -> None:
+        """Take the learning rates of the schedule's place after ``step`` steps, however many were made."""
+        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             scheduler.last_epoch = step
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * self._factor(step)
@@ -228,23 +238,24 @@ def build(
     steps: int,
     warmup_ratio: float,
     clip: float,
+    weight_decay: float = 0.0,
 ) -> Optimizers:
     """Build the optimizer of all trainable parameters of ``model``.
 
     ``adamw`` is the paper's choice (A.1). ``muon`` gives every weight matrix except embeddings to Muon at ``muon_lr`` and
-    the rest to AdamW at ``lr``; on models as small as the demo's it learns much faster.
+    the rest to AdamW at ``lr``; on models as small as the demo's it learns much faster. Weights decay in both alike.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     # Compiling it takes longer on a CPU than a short run saves.
     adamw_class = CompiledAdamW if all(p.is_cuda for p in trainable) else torch.optim.AdamW
     if name == "adamw":
-        optimizers: list[torch.optim.Optimizer] = [adamw_class(trainable, lr=lr, weight_decay=0.0)]
+        optimizers: list[torch.optim.Optimizer] = [adamw_class(trainable, lr=lr, weight_decay=weight_decay)]
     else:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         matrices = [p for p in trainable if p.ndim == 2 and id(p) not in embeddings]
         chosen = {id(p) for p in matrices}
         others = [p for p in trainable if id(p) not in chosen]
-        optimizers = [Muon(matrices, lr=muon_lr)]
+        optimizers = [Muon(matrices, lr=muon_lr, weight_decay=weight_decay)]
         if others:
-            optimizers.append(adamw_class(others, lr=lr, weight_decay=0.0))
+            optimizers.append(adamw_class(others, lr=lr, weight_decay=weight_decay))
     return Optimizers(optimizers, steps=steps, warmup_ratio=warmup_ratio, clip=clip)

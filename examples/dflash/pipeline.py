@@ -90,6 +90,10 @@ class OrderedQueue(Generic[T]):
             self._changed.notify_all()
             return item
 
+    def ready(self) -> bool:
+        """Tell whether the next item in order is there."""
+        return self._next in self._items
+
     def check(self) -> None:
         """Raise `Stopped` if the run is over, without waiting."""
         if self._stopped:

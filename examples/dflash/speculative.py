@@ -8,7 +8,8 @@ distribution, this accepts as often as rejection sampling would (Leviathan et al
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -195,17 +196,23 @@ def speculate(
     known = prompt.tolist()
     features = target.forward(prompt.unsqueeze(0), cache)
     tapped = features.tapped
-    tokens = [int(sampling.choose(target.logits(features.normed[0, -1:]), 0))]
+    anchor = sampling.choose(target.logits(features.normed[0, -1:]), 0)
+    tokens = [int(anchor)]
     accepted: list[int] = []
     while len(tokens) < new_tokens and not _ended(target, tokens):
         check()
         drafts = proposer.propose(known + tokens, tapped)
-        block = torch.cat((drafts.new_tensor(tokens[-1:]), drafts))
+        block = torch.cat((anchor, drafts))
         before = None if target.croppable else copy.deepcopy(cache)
         features = target.forward(block.unsqueeze(0), cache)
         chosen = sampling.choose(target.logits(features.normed[0]), len(tokens))
-        agreed = int((drafts == chosen[:-1]).cumprod(0).sum())
-        fresh = [*drafts[:agreed].tolist(), int(chosen[agreed])]
+        # All that the host must know of a cycle comes in one copy: each waits for the device, which then has nothing to do.
+        read = torch.cat((drafts, chosen)).tolist()
+        proposed, own = read[: len(drafts)], read[len(drafts) :]
+        agreed = next(
+            (i for i, (draft, token) in enumerate(zip(proposed, own, strict=False)) if draft != token), len(proposed)
+        )
+        fresh, anchor = own[: agreed + 1], chosen[agreed : agreed + 1]
         end = next((i for i, token in enumerate(fresh) if token in target.language.eos_ids), len(fresh))
         kept = fresh[: end + 1][: new_tokens - len(tokens)]
         tokens += kept
@@ -221,11 +228,37 @@ def speculate(
     return Decoded(tokens, accepted, target.passes - target_passes, proposer.passes - draft_passes)
 
 
-@torch.no_grad()
-def regret(target: Target, prompt: Tensor, tokens: list[int]) -> float:
-    """Return how far below the largest logit a token of a greedy response was at most, by one pass over all of it.
+@dataclass(frozen=True)
+class Regret:
+    """How far the tokens of a greedy response are from the likeliest, by one pass over all of it.
 
-    It is 0 but for rounding: in bfloat16 a pass over one token, over a block and over a text may disagree about near-ties, so
+    Attributes:
+        gaps: of each token whose logit is not the largest, how far it is below.
+        units: the same, in units in the last place of that largest logit, in the precision of the target's logits.
+    """
+
+    gaps: tuple[float, ...] = ()
+    units: tuple[float, ...] = ()
+
+    @property
+    def largest(self) -> float:
+        """The largest gap; 0 without any."""
+        return largest(self.gaps)
+
+
+def largest(values: Sequence[float]) -> float:
+    """Return the largest, 0 of none; what is not a number counts as larger than all, and is not passed over."""
+    return max(values, key=lambda value: (math.isnan(value), value), default=0.0)
+
+
+NO_REGRET = Regret()
+
+
+@torch.no_grad()
+def regret(target: Target, prompt: Tensor, tokens: list[int]) -> Regret:
+    """Return how far below the largest logits the tokens of a greedy response are.
+
+    They are not but for rounding: in bfloat16 a pass over one token, over a block and over a text may disagree about near-ties, so
     that equality with plain decoding is too much to ask for there, and a small regret is not.
 
     Args:
@@ -235,8 +268,14 @@ def regret(target: Target, prompt: Tensor, tokens: list[int]) -> float:
     """
     response = torch.tensor(tokens, device=prompt.device)
     normed = target.forward(torch.cat((prompt, response[:-1])).unsqueeze(0)).normed[0, len(prompt) - 1 :]
-    logits = target.logits(normed).float()
-    return float((logits.amax(-1) - logits.gather(1, response.unsqueeze(1)).squeeze(1)).max())
+    logits = target.logits(normed)
+    top = logits.float().amax(-1)
+    gaps = top - logits.float().gather(1, response.unsqueeze(1)).squeeze(1)
+    # frexp's mantissas are from 0.5 to 1: a number's unit in the last place is eps times its power of two below.
+    units = torch.ldexp(torch.full_like(top, torch.finfo(logits.dtype).eps), top.frexp().exponent - 1)
+    # Not "above 0", which would leave out what is not a number.
+    other = ~(gaps <= 0)
+    return Regret(tuple(gaps[other].tolist()), tuple((gaps / units)[other].tolist()))
 
 
 def _ended(target: Target, tokens: list[int]) -> bool:

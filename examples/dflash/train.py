@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -345,6 +345,8 @@ class Replica:
         self.losses: list[float] = []
         self.drafted: Drafted | None = None
         self._within_update = False
+        self._updated: Callable[[], list[float]] | None = None  # waits for the update that has begun
+        self._rates: dict[str, float] = {}
         self._mask_id = mask_id
         self._vocabulary = vocabulary
         self._device = vocabulary.head.device
@@ -380,20 +382,31 @@ class Replica:
             Stopped: if the run is over.
         """
         with devices.own_stream(self._device):
-            while self.step < self.config.steps:
-                monitor.now("waits for work")
-                work = queue.get().received()
-                # After a resume, the first batch of work may have some of its steps behind it.
-                end = (self.step // self.config.uses + 1) * self.config.uses
-                for step in range(self.step, min(end, self.config.steps)):
-                    monitor.now("trains")
-                    made = self.gradients(work, step)
-                    monitor.now("waits for replicas")
-                    numbers = self._update(exchange, made, monitor)
-                    monitor.count(self.config.batch * self.config.length)
-                    report(step, numbers)
+            try:
+                for made in self._gradients_of_steps(queue, monitor):
+                    # Only now: while the device was at the update, this thread has queued the next step's gradients.
+                    self._complete(report, monitor)
+                    if made is not None:
+                        self._update(exchange, made, monitor)
+            finally:
+                self._complete(report, monitor)
 
-    def _update(self, exchange: GradientExchange, made: BlockLoss, monitor: Monitor) -> Numbers:
+    def _gradients_of_steps(self, queue: OrderedQueue[Work], monitor: Monitor) -> Iterator[BlockLoss | None]:
+        """Make gradient after gradient, and yield what each came from; None before waiting for work."""
+        work = None
+        for step in range(self.step, self.config.steps):
+            # After a resume, the first batch of work may have some of its steps behind it.
+            if work is None or step % self.config.uses == 0:
+                if not queue.ready():
+                    yield None
+                    monitor.now("waits for work")
+                work = queue.get().received()
+            monitor.now("trains")
+            yield self.gradients(work, step)
+
+    def _update(self, exchange: GradientExchange, made: BlockLoss, monitor: Monitor) -> None:
+        """Begin the update of the weights, which `_complete` ends."""
+        monitor.now("waits for replicas")
         # From before the meeting on: a replica that has passed it makes this step, however late its thread wakes up.
         self._within_update = True
         try:
@@ -402,10 +415,15 @@ class Replica:
             self._within_update = False  # no weight has changed
             raise
         monitor.now("trains")
-        rates = self._optimizers.rates
+        self._rates = self._optimizers.rates
         norm = self._optimizers.step()
-        # In one piece, because it waits for the device: the update is complete.
-        value, size, *shares = torch.cat((torch.stack((made.loss, norm)), made.accuracy, made.acceptance)).tolist()
+        self._updated = devices.read_later(torch.cat((torch.stack((made.loss, norm)), made.accuracy, made.acceptance)))
+
+    def _complete(self, report: Report, monitor: Monitor) -> None:
+        """Wait for the update that has begun, if any, and report its step."""
+        if self._updated is None:
+            return
+        (value, size, *shares), self._updated = self._updated(), None
         # Not the loss alone: one replica's gradient spoils the weights of all. Raised inside the update, so that none is saved.
         if not (math.isfinite(value) and math.isfinite(size)):
             raise FloatingPointError(
@@ -417,7 +435,8 @@ class Replica:
         drafts = len(shares) // 2
         self.drafted = Drafted(shares[:drafts], shares[drafts:])
         self._within_update = False
-        return {"loss": value, "gradient_norm": size, **rates, **self.drafted.as_json()}
+        monitor.count(self.config.batch * self.config.length)
+        report(self.step - 1, {"loss": value, "gradient_norm": size, **self._rates, **self.drafted.as_json()})
 
     @property
     def whole(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -113,13 +114,36 @@ def test_a_target_in_bfloat16_may_decide_near_ties_otherwise_and_nothing_else(
         assert failures(made) == ([] if passes else ["output differs from the target's own"])
 
 
-def test_the_regret_of_a_response_that_is_another_one_is_measured(tiny_target: Path) -> None:
+def test_the_regret_of_each_response_is_measured(tiny_target: Path) -> None:
     target = Target(tiny_target, (0, 2, 3), torch.device("cpu"))
     prompt = torch.arange(2, 14)
-    tokens = greedy(target, prompt, 8)
-    against = [Reference(prompt, tokens), Reference(prompt, [*tokens[:7], (tokens[7] + 1) % 256])]
-    same, other = evaluate.evaluate(Config(eval_new_tokens=8), target, lambda: NGramProposer(3), against).regrets
-    assert same == 0.0
-    assert 0.0 <= other < 1e-4  # what was decoded is the target's own; the reference is not
-    wrong = SimpleNamespace(tokens=against[1].tokens)
-    assert evaluate.regrets(target, against[:1], [cast("Any", wrong)])[0] > 1e-3
+    against = [Reference(prompt, greedy(target, prompt, 8))]
+    right = evaluate.evaluate(Config(eval_new_tokens=8), target, lambda: NGramProposer(3), against)
+    assert right.regrets[0].largest < 1e-4
+    with pytest.MonkeyPatch.context() as patch:
+        wrong = replace(right.decoded[0], tokens=[(token + 1) % 256 for token in against[0].tokens])
+        patch.setattr(evaluate, "speculate", lambda *given: wrong)
+        found = evaluate.evaluate(Config(eval_new_tokens=8), target, lambda: NGramProposer(3), against)
+    assert len(found.regrets[0].gaps) == 8
+    assert found.regrets[0].largest > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_speed_up_is_printed_and_in_bfloat16_how_far_tokens_are_from_the_likeliest(
+    capsys: pytest.CaptureFixture[str], dtype: Any
+) -> None:
+    passes = {"tau": 2.0, "target_forwards": 9, "drafter_forwards": 8, "speed_up": 1.75}
+    regrets = {"tokens": 500, "not_likeliest": 3, "largest_regret": 0.25, "largest_regret_in_last_places": 2.0}
+    made = run(Config(target_dtype=dtype), drafters={})
+    evaluation = made.summary["evaluation"] | {"not_looping": 1, "target_alone": regrets | {"not_likeliest": 1}}
+    evaluation["drafters"] = {
+        name: drafter | passes | regrets for name, drafter in made.summary["evaluation"]["drafters"].items()
+    }
+    made.summary |= {"evaluation": evaluation, "seconds": {}}
+    made._print_results()
+    out = capsys.readouterr().out
+    assert out.count(" 1.75\n") == 3
+    far = "at most 0.25 below, or 2 units in the last place"
+    assert out.count(f"3 of 500, {far}") == (3 if dtype == "bfloat16" else 0)
+    assert out.count(f"1 of 500, {far}") == (1 if dtype == "bfloat16" else 0)
+    assert (f"may be {evaluate.NEAR_TIE:g} below" in out) is (dtype == "bfloat16")

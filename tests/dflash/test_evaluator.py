@@ -21,7 +21,7 @@ from drafter import Drafter
 from evaluate import Evaluation, Reference
 from evaluator import Evaluator
 from pipeline import Stopped, WorkerError
-from speculative import Decoded, DFlashProposer
+from speculative import NO_REGRET, Decoded, DFlashProposer
 from target import Target
 from tests.dflash.small import SMALL, TEXT
 
@@ -77,8 +77,10 @@ def trained(targets: list[Target], steps: int) -> train.Training:
 
 
 def measured_alone(targets: list[Target], references: list[Reference], drafter: Drafter) -> dict[str, Any]:
-    found = evaluate.evaluate(CONFIG, targets[0], lambda: DFlashProposer(drafter, targets[0], 4), references)
-    return without_time(evaluate.metrics(found, 3))
+    found = evaluate.measure(
+        CONFIG, targets[0], lambda: DFlashProposer(drafter, targets[0], 4), references, lambda: None
+    )
+    return without_time(evaluate.metrics(found, 3, 1.0))
 
 
 def without_time(line: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
-        measure = evaluate.evaluate
+        measure = evaluate.measure
 
         def waiting(*given: Any) -> Evaluation:
             if threading.current_thread().name == "evaluation":
@@ -98,7 +100,7 @@ class Gate:
                 assert self.go.acquire(timeout=60)
             return measure(*given)
 
-        monkeypatch.setattr(evaluate, "evaluate", waiting)
+        monkeypatch.setattr(evaluate, "measure", waiting)
 
 
 def test_training_is_the_same_in_every_bit_with_evaluations_and_without(
@@ -252,6 +254,6 @@ def test_a_run_that_is_resumed_where_an_evaluation_was_due_makes_it(
 
 def test_what_is_no_number_is_none_in_a_metric() -> None:
     looping = Reference(torch.arange(4), [7] * 64)
-    found = evaluate.metrics(Evaluation([looping], [Decoded(looping.tokens, [3, 1], 3, 2)], 1.0, [0.0]), 3)
+    found = evaluate.metrics(Evaluation([looping], [Decoded(looping.tokens, [3, 1], 3, 2)], [], [NO_REGRET]), 3, 1.0)
     assert (found["tau"], found["tau_not_looping"]) == (3.0, None)
     assert found["acceptance_by_position"] == [1.0, 0.5, 0.5]

@@ -215,7 +215,7 @@ def test_tensorboard_forgets_the_run_before_a_restart(tmp_path: Path) -> None:
 
 def one_step(self: train.Training, report: Callable[..., None], tick: Callable[[], None]) -> None:
     """Train, so to speak."""
-    self.crew.start("drafter-0", lambda: report(0, {"loss": 1.0}))
+    self.crew.start("drafter-0", lambda: report(0, {"loss": 1.0, "eal": 1.0}))
     self.crew.join()
     raise InterruptedError("went on")
 

@@ -56,3 +56,16 @@ def test_each_optimizer_lowers_a_loss(name: optimizer.OptimizerName) -> None:
         steps.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weights_decay_by_the_learning_rate_at_a_place_of_the_schedule(name: optimizer.OptimizerName) -> None:
+    model = nn.Linear(4, 4)
+    steps = optimizer.build(model, name, lr=0.1, muon_lr=0.1, steps=100, warmup_ratio=0.04, clip=1.0, weight_decay=0.5)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    steps.move_to(52)  # half of the peak
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    steps.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), old * (1 - 0.1 * 0.5 * 0.5))

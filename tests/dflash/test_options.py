@@ -50,7 +50,8 @@ def test_every_option_is_explained() -> None:
 def test_a_bundled_file_can_work(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     target = () if name in ("demo", "paper-tiny") else ("--target", str(tmp_path))
-    config("--config", name, *target).validate()
+    config("--config", name, *target, "--device", "cpu").validate()
+    config("--config", name, *target).validate(planned=True)
     assert demo.command_line(["--config", name]).run == Path("runs") / f"dflash-{name}"
 
 
