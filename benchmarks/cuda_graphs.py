@@ -3,7 +3,8 @@
 Needs a GPU. Each case is a process of its own, since a failed recording can leave the device unusable:
 
     results     2, 4 and 8 threads call one function in mode "reduce-overhead", on streams of their own and on the default
-                stream; every output, and in training every gradient, is compared with eager's. Torch alone stands beside.
+                stream; every output, and in training every gradient, is compared with eager's. Torch alone stands beside; there
+                the main thread records first, since it is the only one that can.
     throughput  calls a second of 4 threads with graphs, of 4 threads without, and of one thread with graphs
 """
 
@@ -42,6 +43,8 @@ class Case:
     graphs: bool = True
     breaks: bool = False
     timed: bool = False
+    main_first: bool = False
+    """The main thread records before the others begin, without which they fail at once on torch alone."""
     beside: str = ""
     """What one more thread does meanwhile: ``"synchronize"``, ``"empty_cache"`` or ``"matmul"``."""
 
@@ -108,6 +111,8 @@ def measure(case: Case) -> dict[str, Any]:
     make: Any = thread_safe_compile if case.library else torch.compile
     call = make(eager, **({"mode": "reduce-overhead"} if case.graphs else {}))
     works = [Work(case, number, eager) for number in range(case.threads)]
+    for turn in range(4 * case.main_first):
+        works[0].results(call, turn)
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()
     replays, errors, first = _count_replays(), Counter[str](), ""
@@ -203,7 +208,7 @@ _NOTHING = {"calls": 0, "wrong": 0, "replays": 0, "per_second": None, "reserved_
 def cases(calls: int, timed: int) -> tuple[list[Case], list[Case]]:
     """Return those that count results, and those that measure throughput."""
     results = [
-        Case(library, threads, calls, training, own)
+        Case(library, threads, calls, training, own, main_first=not library)
         for training in (False, True)
         for threads in (2, 4, 8)
         for own in (True, False)
