@@ -39,7 +39,7 @@ class FirstLaunches(PatchPoint):
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
         wanted: dict[Any, tuple[str, ...]] = {
-            CachingAutotuner: ("_make_launchers", "autotune_to_one_config", "coordinate_descent_tuning"),
+            CachingAutotuner: ("autotune_to_one_config", "coordinate_descent_tuning"),
             _autotuner(): ("run",),
         }
         missing = [name for owner, names in wanted.items() for name in names if not hasattr(owner, name)]
@@ -49,7 +49,8 @@ class FirstLaunches(PatchPoint):
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
         from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
-        self.wrap(CachingAutotuner, "_make_launchers", self._make_launchers)
+        if hasattr(CachingAutotuner, "_make_launchers"):  # newer than torch 2.6
+            self.wrap(CachingAutotuner, "_make_launchers", self._make_launchers)
         self.wrap(CachingAutotuner, "autotune_to_one_config", self._tune)
         self.wrap(CachingAutotuner, "coordinate_descent_tuning", self._descend)
         self.wrap(_autotuner(), "run", self._run)
