@@ -150,6 +150,11 @@ def test_a_call_of_another_thread_ends_no_step_of_mine() -> None:
         point.restore()
 
 
+def test_a_backend_whose_graphs_all_threads_would_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'use mode="reduce-overhead"'):
+        thread_safe_compile(torch.sin, backend="cudagraphs")
+
+
 def test_the_point_matches_this_torch() -> None:
     assert cuda_graphs.CudaGraphs(Turns(lambda: 60.0)).mismatch() is None
 
@@ -418,8 +423,7 @@ def test_outputs_outlive_the_thread_that_has_computed_them() -> None:
     def compute(number: int) -> None:
         x, w = tensors(number)
         for _ in range(5):
-            output = call(x, w)
-        outputs[number] = output
+            outputs[number] = call(x, w)
 
     for number in range(6):  # one after the other: each could take over what the one before has left
         run_threads([lambda number=number: compute(number)])  # type: ignore[misc]

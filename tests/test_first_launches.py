@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import tempfile
 import threading
@@ -66,13 +67,13 @@ def inductor_tuner(tunings: Tunings, times: list[float]) -> Any:
         launch._expected_positional_count = None
         return SimpleNamespace(config=config, make_launcher=lambda: launch)
 
-    class Tuner(CachingAutotuner):  # type: ignore[misc]
+    class Tuner(CachingAutotuner):
         def __init__(self) -> None:
             self.compile_results = [result(time) for time in times]
             self.launchers = [one.make_launcher() for one in self.compile_results]
             self.triton_meta, self.inductor_meta = {"device": 0}, {}
             self.fn, self.coordesc_tuner, self.precompile_time_taken_ns = MagicMock(__name__="k"), MagicMock(), 0
-            self.device_props, self._plugins = SimpleNamespace(type="cuda", index=0), []
+            self.__dict__.update(device_props=SimpleNamespace(type="cuda", index=0), _plugins=[])
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
@@ -173,8 +174,7 @@ def test_a_warm_launch_waits_for_nobody(tuned: bool, point: FirstLaunches, monke
 
 def triton_tuner(tunings: Tunings) -> Any:
     """Make Triton's autotuner around a kernel that returns its arguments."""
-    from triton import Config
-    from triton.runtime.autotuner import Autotuner
+    autotuner = importlib.import_module("triton.runtime.autotuner")
 
     def kernel() -> None: ...
 
@@ -191,8 +191,8 @@ def triton_tuner(tunings: Tunings) -> Any:
         call()
         return [time + (not block)] * 3
 
-    configs = [Config({"BLOCK": block}) for block in (64, 128)]
-    return Autotuner(Kernel(), ["x", "n"], configs, ["n"], None, None, do_bench=bench)
+    configs = [autotuner.Config({"BLOCK": block}) for block in (64, 128)]
+    return autotuner.Autotuner(Kernel(), ["x", "n"], configs, ["n"], None, None, do_bench=bench)
 
 
 @needs_triton
@@ -263,7 +263,7 @@ def test_a_users_kernel_in_a_guarded_callable_is_launched_first_by_four_threads(
 ) -> None:
     add_one = add_one_with(kernel)
     if place != "compiled":
-        add_one = torch.compiler.disable(add_one)  # type: ignore[assignment, no-untyped-call]
+        add_one = torch.compiler.disable(add_one)
     call = thread_safe_compile(lambda x: add_one(x * 2) - 1, mode=mode)
     together = threading.Barrier(4)
 
@@ -285,11 +285,12 @@ def test_kernels_are_tuned_once_by_four_threads_and_results_are_right() -> None:
     tuned: list[Any] = []
     with config.patch(max_autotune_pointwise=True, force_disable_caches=True), pytest.MonkeyPatch.context() as patched:
         benchmark = CachingAutotuner.benchmark_all_configs
-        patched.setattr(
-            CachingAutotuner,
-            "benchmark_all_configs",
-            lambda self, *args, **kwargs: (tuned.append(self), benchmark(self, *args, **kwargs))[1],
-        )
+
+        def counted(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+            tuned.append(tuner)
+            return benchmark(tuner, *args, **kwargs)
+
+        patched.setattr(CachingAutotuner, "benchmark_all_configs", counted)
         call = thread_safe_compile(lambda x: (torch.sin(x) @ x).softmax(-1) + x.sum(0), options={"max_autotune": True})
         x = torch.randn(512, 512, device="cuda") / 16
         want = (torch.sin(x) @ x).softmax(-1) + x.sum(0)

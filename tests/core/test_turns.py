@@ -80,7 +80,8 @@ def test_all_turns_are_taken_at_once_or_none() -> None:
         return len(taken)
 
     assert run_threads([all_or_none]) == [2]
+    with first, second:
+        assert all_or_none() == 2  # of one's own
     with second:
         assert run_threads([all_or_none]) == [0]  # and does not wait
-        assert run_threads([lambda: first.acquire(blocking=False) and (first.release(), True)[1]]) == [True]
-        assert all_or_none() == 2  # whose turn it is, it is
+        assert run_threads([lambda: first.acquire(blocking=False)]) == [True]  # not kept by who did not get the second

@@ -102,8 +102,9 @@ class CudaGraphs(PatchPoint):
             synchronize(*args, **kwargs)
 
     def _empty_cache(self, empty: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
+        self._turns[torch.cuda.current_device()]  # so that there is one
         taken = self._turns.take_all()
-        if taken or not self._turns:  # else a thread records, which may be in a call of this itself
+        if taken:  # else another thread records, and may wait for the turn that this thread has
             empty(*args, **kwargs)
         for turn in taken:
             turn.release()
@@ -111,8 +112,9 @@ class CudaGraphs(PatchPoint):
     def _post_compile(self, post_compile: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
         from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 
-        # One for a forward and its backward; older torch has it in the graph.
-        boxes = [*args, *kwargs.values(), getattr(args[1], "boxed_forward_device_index", None)]
+        # A forward and its backward share one; older torch has it in the graph.
+        given = (*args, *kwargs.values())
+        boxes = (box for one in given for box in (one, getattr(one, "boxed_forward_device_index", None)))
         box: Any = next((one for one in boxes if isinstance(one, BoxedDeviceIndex)), _Pair())
         self._compiling.pair = vars(box).setdefault(_KEY, _Pair())
         try:
