@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import sys
 import threading
 import warnings
 import weakref
@@ -178,14 +180,15 @@ class _Thread:
         return all(node is None or node.all_outputs_are_dead() for node in nodes)
 
 
-class _Token:
-    """Lives as long as a thread and the backwards that it has begun."""
+class _Owner:
+    """Lives as long as a thread of Python's."""
 
-    def __init__(self, thread: _Thread) -> None:
-        self.thread = thread
-        weakref.finalize(self, _left.append, thread).atexit = False
+    def __init__(self) -> None:
+        self.thread = _taken_over() or _Thread()
+        weakref.finalize(self, _left.append, self.thread).atexit = False
 
 
+_local = threading.local()
 # Of threads that have ended. It costs less to take them over than to record anew, and their outputs may be in use.
 _left: deque[_Thread] = deque()
 
@@ -193,9 +196,13 @@ _left: deque[_Thread] = deque()
 def _here() -> _Thread:
     """Return what the calling thread has; in a backward, what the thread has that has called it."""
     if not torch._C._is_key_in_tls(_KEY):
-        torch._C._stash_obj_in_tls(_KEY, _Token(_taken_over() or _Thread()))
-    thread: _Thread = torch._C._get_obj_in_tls(_KEY).thread
-    return thread
+        owner = _local.owner = getattr(_local, "owner", None) or _Owner()
+        before = sys.getrefcount(owner.thread)
+        torch._C._stash_obj_in_tls(_KEY, owner.thread)
+        if sys.getrefcount(owner.thread) == before:  # torch 2.11 and older give back what they have not taken
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner.thread))
+    here: _Thread = torch._C._get_obj_in_tls(_KEY)
+    return here
 
 
 def _taken_over() -> _Thread | None:
@@ -229,7 +236,7 @@ def _PerThread(name: str) -> Any:  # noqa: N802  stands for a class of torch's
 def _count_call(count: Callable[[], None], *_: Any) -> None:
     count()
     if torch._C._is_key_in_tls(_KEY):
-        torch._C._get_obj_in_tls(_KEY).thread.generation += 1
+        torch._C._get_obj_in_tls(_KEY).generation += 1
 
 
 def _get_manager(get: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
