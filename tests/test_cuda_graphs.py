@@ -150,6 +150,20 @@ def test_a_call_of_another_thread_ends_no_step_of_mine() -> None:
         point.restore()
 
 
+def test_each_thread_has_a_copy_of_torchs_function_that_has_recorded_nothing() -> None:
+    from torch._inductor import compile_fx
+
+    options: Any = {"device_index": 0, "stack_traces": [], "is_backward": False, "is_inference": True}
+    run: Any = compile_fx.cudagraphify(lambda inputs: inputs, **options)
+    first, second = (cuda_graphs._with_graphs_of_its_own(run) for _ in range(2))
+    found = [dict(zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)) for one in (run, first, second)]
+    differing = {name for name in found[0] if len({id(each[name].cell_contents) for each in found}) > 1}
+    assert differing <= {"thread_local"}
+    assert all(each["compiled_fn"].cell_contents is None for each in found if "compiled_fn" in each)
+    cells = {name for name in found[0] if len({id(each[name]) for each in found}) > 1}
+    assert cells and cells <= {"thread_local", "compiled_fn"}
+
+
 def test_a_backend_whose_graphs_all_threads_would_share_is_refused() -> None:
     with pytest.raises(ValueError, match=r'use mode="reduce-overhead"'):
         thread_safe_compile(torch.sin, backend="cudagraphs")

@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._ordered_set import OrderedSet
 from safecompile._core.turns import Turns
 from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
+from safecompile._patches.rewriting import codes_in
 
 __all__ = ["CudaGraphs", "recordings"]
 
@@ -67,6 +69,8 @@ class CudaGraphs(PatchPoint):
             cudagraph_trees.CUDAGraphTreeManager: ("record_function", "run_eager", "set_to_running_backward"),
         }
         missing = [name for owner, names in wanted.items() for name in names if not hasattr(owner, name)]
+        if not missing and not any(_OF_A_THREAD.keys() & {*c.co_freevars} for c in codes_in(_code_of(compile_fx))):
+            missing = ["place for what a thread has recorded"]
         return f"torch's trees of CUDA graphs have no {', '.join(missing)}" if missing else None
 
     def apply(self) -> None:
@@ -125,21 +129,15 @@ class CudaGraphs(PatchPoint):
             del self._compiling.pair
 
     def _cudagraphify(self, cudagraphify: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        from torch._guards import CompileContext, compile_context
+        run, pair = cudagraphify(*args, **kwargs), getattr(self._compiling, "pair", None) or _Pair()
 
-        context, pair = CompileContext.try_get(), getattr(self._compiling, "pair", None) or _Pair()
-
-        def make() -> Any:
-            with compile_context(context):
-                return cudagraphify(*args, **kwargs)
-
-        def here_only(here: _Thread) -> Any:
-            return make() if self._may_have_graphs(here) else None
+        def make(here: _Thread) -> Any:
+            return _with_graphs_of_its_own(run) if self._may_have_graphs(here) else None
 
         static = args[1] if len(args) > 1 else kwargs.get("static_input_idxs", ())
         plain = args[0], static, OrderedSet(kwargs.get("mutated_input_idxs", ()))
         backward = kwargs["is_backward"]
-        return _Graphs(here_only, plain, kwargs["device_index"], pair, self._turns, backward=backward).run
+        return _Graphs(make, plain, kwargs["device_index"], pair, self._turns, backward=backward).run
 
     def _may_have_graphs(self, here: _Thread) -> bool:
         self._only = self._only or here
@@ -154,6 +152,22 @@ class CudaGraphs(PatchPoint):
                 stacklevel=2,
             )
         return False
+
+
+# What torch's function that runs a part keeps of its recordings, in older and in newer torch.
+_OF_A_THREAD: dict[str, Callable[[], Any]] = {"compiled_fn": lambda: None, "thread_local": threading.local}
+
+
+def _code_of(compile_fx: Any) -> CodeType:
+    code: CodeType = inspect.unwrap(compile_fx.cudagraphify).__code__
+    return code
+
+
+def _with_graphs_of_its_own(run: FunctionType) -> FunctionType:
+    """Copy torch's function, made with the settings of the compile, as it was before it has recorded anything."""
+    names = zip(run.__code__.co_freevars, run.__closure__ or (), strict=True)
+    cells = tuple(CellType(_OF_A_THREAD[name]()) if name in _OF_A_THREAD else cell for name, cell in names)
+    return FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, cells)
 
 
 class _Thread:
