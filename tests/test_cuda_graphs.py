@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -366,6 +367,104 @@ def test_a_warm_up_calls_until_nothing_is_recorded(monkeypatch: pytest.MonkeyPat
     calls.clear()
     warmup(call, (torch.ones(2),))
     assert len(calls) == 1
+
+
+def post_compiled(code: Code, box: Any, *, backward: bool, graphs: bool = True) -> Callable[[list[Any]], Any]:
+    """Do with compiled code what torch does with it on a GPU."""
+    from torch._inductor import output_code
+    from torch._inductor.utils import BoxedBool
+
+    reasons = [] if graphs else ["an operator that cannot be recorded"]
+    graph: Any = SimpleNamespace(
+        current_callable=code.model,
+        cudagraph_info=SimpleNamespace(cudagraph_fail_reasons=reasons, placeholders=(), stack_traces=[]),
+        fx_kwargs={"is_inference": False, "is_backward": backward, "static_input_idxs": ()},
+        device_idxs={0},
+        device_types=set(),
+        mutated_input_idxs=(),
+        inputs_to_check=(),
+        boxed_forward_device_index=box,
+    )
+    given: dict[str, Any] = {
+        "example_inputs": [],
+        "compiled_graph": graph,
+        "cudagraphs": BoxedBool(True),
+        "constants": {},
+        "boxed_forward_device_index": box,
+    }
+    wanted = inspect.signature(output_code.cudagraph_post_compile).parameters
+    output_code.cudagraph_post_compile(*(given[name] for name in wanted))
+    run: Callable[[list[Any]], Any] = graph.current_callable
+    return run
+
+
+@pytest.fixture
+def installed_point(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The point as it is on a GPU that was measured; torch's recordings are noted, and made by nobody."""
+    from torch._inductor import cudagraph_trees
+
+    def recorded(model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
+        here = cudagraph_trees.get_container(kwargs["device_index"])
+        name = "backward" if kwargs["is_backward"] else "forward"
+        return lambda inputs: runs.append((name, threading.get_ident(), here))  # type: ignore[func-returns-value]
+
+    runs: list[tuple[str, int, Any]] = []
+    monkeypatch.setattr(cudagraph_trees, "cudagraphify_impl", recorded)
+    safecompile.install()
+    (point,) = (one for one in patches.points if one.name == "cuda-graphs")
+    monkeypatch.setattr(point, "_by_thread", True)
+    point.install()
+    yield runs
+    point.restore()
+    cuda_graphs._here().tree_manager_containers.clear()
+
+
+@pytest.mark.usefixtures("other_thread", "nobody_has_left")
+def test_what_torch_compiles_for_a_gpu_is_run_with_each_threads_graphs(
+    generator: Generator, installed_point: list[tuple[str, int, Any]]
+) -> None:
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+
+    box = BoxedDeviceIndex(None)
+    codes = Code(generator), Code(generator)
+    forward = post_compiled(codes[0], box, backward=False)
+    backward = post_compiled(codes[1], box, backward=True)
+
+    def steps() -> None:
+        for _ in range(2):
+            forward([])
+            backward([])
+
+    steps()
+    in_a_thread(steps)
+    mine, other = threading.get_ident(), {ident for _, ident, _ in installed_point} - {threading.get_ident()}
+    assert codes[0].how() == codes[1].how() == ["code"]
+    assert [(name, ident in other) for name, ident, _ in installed_point] == [
+        ("forward", False), ("backward", False), ("forward", True), ("backward", True), ("forward", True), ("backward", True)
+    ]  # fmt: skip
+    containers = {
+        ident: {id(container) for _, one, container in installed_point if one == ident} for ident in (mine, *other)
+    }
+    assert all(len(each) == 1 for each in containers.values()) and len(set.union(*containers.values())) == 2
+
+
+@pytest.mark.usefixtures("other_thread", "nobody_has_left", "installed_point")
+def test_a_backward_that_cannot_be_recorded_tells_the_forward_of_the_thread_that_runs_it(generator: Generator) -> None:
+    """Torch asks for the manager of the thread that compiles it, and fails where that has recorded nothing yet."""
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+
+    box = BoxedDeviceIndex(None)
+    post_compiled(Code(generator), box, backward=False)
+    backward = post_compiled(Code(generator), box, backward=True, graphs=False)
+
+    def run() -> int:
+        manager = Manager()
+        cuda_graphs._here().tree_manager_containers[0] = Container(manager)
+        backward([])
+        cuda_graphs._here().tree_manager_containers.clear()
+        return manager.backwards
+
+    assert [run(), in_a_thread(run)] == [1, 1]
 
 
 # ------------------------------------------------------------------------------------------------------------- on a GPU
