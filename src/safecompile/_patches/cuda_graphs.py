@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType
+from types import CellType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -69,7 +69,8 @@ class CudaGraphs(PatchPoint):
             cudagraph_trees.CUDAGraphTreeManager: ("record_function", "run_eager", "set_to_running_backward"),
         }
         missing = [name for owner, names in wanted.items() for name in names if not hasattr(owner, name)]
-        if not missing and not any(_OF_A_THREAD.keys() & {*c.co_freevars} for c in codes_in(_code_of(compile_fx))):
+        makes: Any = inspect.unwrap(compile_fx.cudagraphify) if not missing else None
+        if makes and not any(_OF_A_THREAD.keys() & {*code.co_freevars} for code in codes_in(makes.__code__)):
             missing = ["place for what a thread has recorded"]
         return f"torch's trees of CUDA graphs have no {', '.join(missing)}" if missing else None
 
@@ -156,11 +157,6 @@ class CudaGraphs(PatchPoint):
 
 # What torch's function that runs a part keeps of its recordings, in older and in newer torch.
 _OF_A_THREAD: dict[str, Callable[[], Any]] = {"compiled_fn": lambda: None, "thread_local": threading.local}
-
-
-def _code_of(compile_fx: Any) -> CodeType:
-    code: CodeType = inspect.unwrap(compile_fx.cudagraphify).__code__
-    return code
 
 
 def _with_graphs_of_its_own(run: FunctionType) -> FunctionType:
@@ -362,10 +358,7 @@ class _Graphs:
 
             model, static, mutated = self._plain
             check, align = get_input_idxs_to_check(inputs, static), cast("Any", align_inputs_from_check_idxs)
-            more = (
-                {"mutated_input_idxs": mutated} if "mutated_input_idxs" in inspect.signature(align).parameters else {}
-            )
-            self._model = align(model, check, **more)
+            self._model = align(*(model, check, mutated)[: len(inspect.signature(align).parameters)])  # 2 in torch 2.6
         return self._model(inputs)
 
     def _state(self) -> tuple[int, int]:
