@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -85,3 +86,55 @@ def test_all_turns_are_taken_at_once_or_none() -> None:
     with second:
         assert run_threads([all_or_none]) == [0]  # and does not wait
         assert run_threads([lambda: first.acquire(blocking=False)]) == [True]  # not kept by who did not get the second
+
+
+# --------------------------------------------------------------------------------------------------- the model checker
+
+
+class Devices:
+    """Two threads that record for a device each, and in a recording empty the caches of all devices, as torch does."""
+
+    def __init__(self, *, wait: bool) -> None:
+        self.turns, self.wait = Turns(forever), wait
+        self.recording = set[int]()
+        self.broken: list[int] = []
+        self.done: list[int] = []
+        _ = self.turns[0], self.turns[1]
+
+    def record(self, device: int) -> None:
+        with self.turns[device]:
+            self.recording.add(device)
+            self.empty_caches(device)
+            self.recording.discard(device)
+        self.done.append(device)
+
+    def empty_caches(self, device: int) -> None:
+        if self.wait:
+            taken = list(self.turns.values())
+            for turn in taken:
+                turn.acquire()
+        else:
+            taken = self.turns.take_all()
+        if taken and self.recording != {device}:
+            self.broken.append(device)
+        for turn in taken:
+            turn.release()
+
+    def first(self) -> None:
+        self.record(0)
+
+    def second(self) -> None:
+        self.record(1)
+
+    def right(self) -> bool:
+        return len(self.done) == 2 and not self.broken and len(self.turns.take_all()) == 2
+
+
+def test_checker_no_caches_are_emptied_beside_a_recording_and_nobody_waits_for_ever(explore: Any) -> None:
+    workers = [Devices.first, Devices.second]
+    explore(lambda: Devices(wait=False), workers, Devices.right, max_executions=300).assert_holds()
+
+
+def test_control_checker_finds_that_waiting_for_all_turns_in_a_turn_deadlocks(explore: Any) -> None:
+    with pytest.raises(LockTimeoutError, match="did not come"):  # which is how it ends
+        explore(lambda: Devices(wait=True), [Devices.first, Devices.second], Devices.right)
