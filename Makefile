@@ -30,7 +30,7 @@ test: $(INSTALLED)
 
 gpu: export OMP_NUM_THREADS := 1
 gpu: $(INSTALLED)
-	$(RUN) -m pytest -m gpu --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest -m gpu --numprocesses 4
 
 demo: $(INSTALLED)
 	$(RUN) examples/dflash/demo.py --restart

@@ -1,4 +1,4 @@
-"""Count wrong results and measure throughput of CUDA graphs among threads: ``python benchmarks/cuda_graphs.py [--quick] [--json FILE]``.
+"""Count wrong results and measure throughput of CUDA graphs among threads: ``python benchmarks/cuda_graphs.py [--quick]``.
 
 Needs a GPU. Each case is a process of its own, since a failed recording can leave the device unusable:
 
@@ -226,6 +226,7 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a sixth of the calls")
+    parser.add_argument("--only", choices=["results", "throughput"], help="measure one of the two")
     parser.add_argument("--at-once", type=int, default=4, help="processes that count results at the same time")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -238,7 +239,8 @@ def main() -> None:
         raise SystemExit("this needs a GPU, and torch sees none.")
     results, throughput = cases(2000 // (6 if options.quick else 1), 4000 // (6 if options.quick else 1))
     measured = []
-    for group, at_once in ((results, options.at_once), (throughput, 1)):
+    groups = {"results": (results, options.at_once), "throughput": (throughput, 1)}
+    for group, at_once in (groups[name] for name in groups if options.only in (None, name)):
         with ThreadPoolExecutor(at_once) as pool:
             for case, result in zip(group, pool.map(in_a_process, group), strict=True):
                 measured.append({"case": asdict(case), **result})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import inspect
@@ -23,14 +24,17 @@ from safecompile._core.turns import Turns
 from safecompile._patches import cuda_graphs, patches
 from safecompile.testing import max_compiles, no_compiles
 from tests.helpers.subprocess_run import ROOT
-from tests.helpers.threads import run_threads
+from tests.helpers.threads import WorkersFailedError, run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of Inductor on a GPU, and of graphs that are recorded anew
+]
 
 
 def benchmark() -> ModuleType:
@@ -406,7 +410,7 @@ def installed_point(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def recorded(model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
         here = cudagraph_trees.get_container(kwargs["device_index"])
         name = "backward" if kwargs["is_backward"] else "forward"
-        return lambda inputs: runs.append((name, threading.get_ident(), here))  # type: ignore[func-returns-value]
+        return lambda inputs: runs.append((name, threading.get_ident(), here))
 
     runs: list[tuple[str, int, Any]] = []
     monkeypatch.setattr(cudagraph_trees, "cudagraphify_impl", recorded)
@@ -469,6 +473,8 @@ def test_a_backward_that_cannot_be_recorded_tells_the_forward_of_the_thread_that
 
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
+on_gpu = functools.partial(run_threads, timeout=180.0)  # a first compile there takes long
+
 measured = pytest.mark.skipif(
     not torch.__version__.startswith(cuda_graphs.MEASURED), reason="on this torch one thread alone has graphs"
 )
@@ -528,6 +534,7 @@ def tensors(number: int, *, grad: bool = False, device: str = "cuda") -> tuple[t
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 def test_outputs_outlive_the_thread_that_has_computed_them() -> None:
     call = thread_safe_compile(layers, mode="reduce-overhead")
@@ -539,13 +546,14 @@ def test_outputs_outlive_the_thread_that_has_computed_them() -> None:
             outputs[number] = call(x, w)
 
     for number in range(6):  # one after the other: each could take over what the one before has left
-        run_threads([lambda number=number: compute(number)])  # type: ignore[misc]
+        on_gpu([functools.partial(compute, number)])
     torch.randn(1 << 22, device="cuda")
     for number, output in outputs.items():
         torch.testing.assert_close(output, layers(*tensors(number)), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 def test_a_thread_takes_over_the_graphs_of_one_that_has_ended() -> None:
     call = thread_safe_compile(layers, mode="reduce-overhead")
@@ -562,6 +570,7 @@ def test_a_thread_takes_over_the_graphs_of_one_that_has_ended() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 def test_cold_backwards_on_autograds_threads_end_and_are_compiled_once() -> None:
     call = thread_safe_compile(layers, mode="reduce-overhead")
@@ -576,11 +585,12 @@ def test_cold_backwards_on_autograds_threads_end_and_are_compiled_once() -> None
             torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
 
     with max_compiles(2) as limit:
-        run_threads([lambda number=number: train(number) for number in range(4)])  # type: ignore[misc]
+        on_gpu(train, 4)
     assert Counter(one.kind for one in limit.compiles) == {"forward": 1, "backward": 1}
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 def test_what_a_forward_has_saved_is_there_after_the_calls_and_backwards_of_others() -> None:
     call = thread_safe_compile(layers, mode="reduce-overhead")
@@ -588,18 +598,19 @@ def test_what_a_forward_has_saved_is_there_after_the_calls_and_backwards_of_othe
     (want,) = torch.autograd.grad(layers(x, w).square().sum(), w)
 
     def others(number: int) -> None:
-        a, b = tensors(number, grad=True)
+        a, b = tensors(1 + number, grad=True)
         for _ in range(6):
             torch.autograd.grad(call(a, b).sum(), b)
 
     for _ in range(5):
         loss = call(x, w).square().sum()
-        run_threads([lambda number=number: others(number) for number in (1, 2)])  # type: ignore[misc]
+        on_gpu(others, 2)
         (got,) = torch.autograd.grad(loss, w)
         torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 def test_a_backward_in_another_thread_gives_the_right_gradients() -> None:
     call = thread_safe_compile(layers, mode="reduce-overhead")
@@ -629,7 +640,7 @@ def repeated_draws(call: Callable[[torch.Tensor], torch.Tensor]) -> int:
             torch.cuda.current_stream().synchronize()
         return rows
 
-    rows = [tuple(row.tolist()) for rows in run_threads([draw] * 4) for row in rows]
+    rows = [tuple(row.tolist()) for rows in on_gpu([draw] * 4) for row in rows]
     return len(rows) - len(set(rows))
 
 
@@ -638,12 +649,28 @@ def noise(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 def test_no_random_number_is_drawn_twice() -> None:
     assert repeated_draws(thread_safe_compile(noise, mode="reduce-overhead")) == 0
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
+@measured
+def test_control_with_torch_alone_threads_get_the_same_random_numbers_or_fail() -> None:
+    safecompile.uninstall()
+    call = torch.compile(noise, mode="reduce-overhead")
+    for _ in range(4):
+        call(torch.zeros(256, device="cuda"))
+    try:
+        assert repeated_draws(call) > 0
+    except WorkersFailedError as error:
+        assert error.errors
+
+
+@pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 def test_a_forward_with_dropout_and_its_backward_agree() -> None:
     def dropped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -659,10 +686,11 @@ def test_a_forward_with_dropout_and_its_backward_agree() -> None:
             want = x.t() @ (output.detach() != 0).to(x.dtype) * 2
             torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
 
-    run_threads([lambda number=number: train(number) for number in range(4)])  # type: ignore[misc]
+    on_gpu(train, 4)
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_warm_up_records_the_graphs_of_every_worker(backward: bool) -> None:
@@ -684,6 +712,7 @@ def test_a_warm_up_records_the_graphs_of_every_worker(backward: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 def test_a_step_marked_by_one_thread_leaves_the_outputs_of_others() -> None:
     call = thread_safe_compile(layers, mode="reduce-overhead")
@@ -695,10 +724,11 @@ def test_a_step_marked_by_one_thread_leaves_the_outputs_of_others() -> None:
             torch.compiler.cudagraph_mark_step_begin()
             torch.testing.assert_close(call(call(x, w), w), want, atol=1e-3, rtol=1e-3)
 
-    run_threads([steps] * 3)
+    on_gpu([steps] * 3)
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @measured
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_thread_for_each_device_records_its_own_graphs() -> None:
@@ -712,7 +742,7 @@ def test_a_thread_for_each_device_records_its_own_graphs() -> None:
                 (got,) = torch.autograd.grad(call(x, w).square().sum(), w)
                 torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
 
-    run_threads([lambda index=index: train(index) for index in range(2)])  # type: ignore[misc]
+    on_gpu(train, 2)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import tempfile
@@ -23,6 +24,8 @@ from tests.helpers.threads import gather_threads, run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Inductor on a GPU
 
 # Seconds for which a thread that tunes waits for others to join in, which they do on torch alone only.
 JOIN = 1.0
@@ -233,6 +236,8 @@ def test_a_first_launch_that_fails_gives_the_turn_back(point: FirstLaunches) -> 
 
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
+on_gpu = functools.partial(run_threads, timeout=180.0)  # a first compile there takes long
+
 
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest) -> Any:
@@ -255,6 +260,7 @@ def add_one_with(kernel: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("place", ["compiled", "after a graph break"])
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
@@ -273,10 +279,11 @@ def test_a_users_kernel_in_a_guarded_callable_is_launched_first_by_four_threads(
         for _ in range(10):
             torch.testing.assert_close(call(x), x * 2)
 
-    run_threads([lambda number=number: calls(number) for number in range(4)])  # type: ignore[misc]
+    on_gpu(calls, 4)
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_kernels_are_tuned_once_by_four_threads_and_results_are_right() -> None:
     from torch._inductor import config
@@ -301,11 +308,12 @@ def test_kernels_are_tuned_once_by_four_threads_and_results_are_right() -> None:
             for _ in range(5):
                 torch.testing.assert_close(call(x), want, atol=1e-2, rtol=1e-2)
 
-        run_threads([first] * 4, timeout=180)
+        on_gpu([first] * 4)
     assert len(tuned) == len(set(tuned)) > 0
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_thread_for_each_device_launches_first(kernel: Any) -> None:
@@ -320,10 +328,11 @@ def test_a_thread_for_each_device_launches_first(kernel: Any) -> None:
             torch.testing.assert_close(call(x), x * 2)
             torch.testing.assert_close(add_one(x), x + 1)
 
-    run_threads([lambda index=index: calls(index) for index in range(2)])  # type: ignore[misc]
+    on_gpu(calls, 2)
 
 
 @pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_users_kernel_is_launched_first_by_four_threads_outside_guarded_callables(kernel: Any) -> None:
     safecompile.install()
@@ -334,4 +343,4 @@ def test_a_users_kernel_is_launched_first_by_four_threads_outside_guarded_callab
         together.wait(60)
         torch.testing.assert_close(add_one(x), x + 1)
 
-    run_threads([lambda number=number: calls(number) for number in range(4)])  # type: ignore[misc]
+    on_gpu(calls, 4)
