@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -663,10 +664,10 @@ def test_control_with_torch_alone_threads_get_the_same_random_numbers_or_fail() 
     call = torch.compile(noise, mode="reduce-overhead")
     for _ in range(4):
         call(torch.zeros(256, device="cuda"))
-    try:
-        assert repeated_draws(call) > 0
-    except WorkersFailedError as error:
-        assert error.errors
+    repeated = None
+    with contextlib.suppress(WorkersFailedError):
+        repeated = repeated_draws(call)
+    assert repeated != 0
 
 
 @pytest.mark.gpu
