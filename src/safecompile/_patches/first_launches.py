@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from safecompile._core.forks import lock_across_forks
 from safecompile._core.turns import Turn, Turns
 from safecompile._patches.point import PatchPoint
 
@@ -29,6 +30,7 @@ class FirstLaunches(PatchPoint):
     def __init__(self, turns: Turns) -> None:
         super().__init__()
         self._turns = turns
+        self._guard = lock_across_forks()
         self._tuned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._final: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -38,11 +40,8 @@ class FirstLaunches(PatchPoint):
     def mismatch(self) -> str | None:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-        wanted: dict[Any, tuple[str, ...]] = {
-            CachingAutotuner: ("autotune_to_one_config", "coordinate_descent_tuning"),
-            _autotuner(): ("run",),
-        }
-        missing = [name for owner, names in wanted.items() for name in names if not hasattr(owner, name)]
+        wanted = (CachingAutotuner, "autotune_to_one_config"), (CachingAutotuner, "coordinate_descent_tuning")
+        missing = [name for owner, name in (*wanted, (_autotuner(), "run")) if not hasattr(owner, name)]
         return f"the autotuners have no {', '.join(missing)}" if missing else None
 
     def apply(self) -> None:
@@ -95,7 +94,9 @@ class FirstLaunches(PatchPoint):
 
     def _run(self, run: Callable[..., Any], tuner: Any, args: Any, kwargs: Any) -> Any:
         if type(tuner.cache) is dict:
-            tuner.cache = _Tuned(tuner.cache, self._turns)
+            with self._guard:
+                if type(tuner.cache) is dict:  # no other thread has replaced it
+                    tuner.cache = _Tuned(tuner.cache, self._turns)
         try:
             return run(*args, **kwargs)
         finally:
