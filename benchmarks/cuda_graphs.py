@@ -3,8 +3,9 @@
 Needs a GPU. Each case is a process of its own, since a failed recording can leave the device unusable:
 
     results     2, 4 and 8 threads call one function in mode "reduce-overhead", on streams of their own and on the default
-                stream; every output, and in training every gradient, is compared with eager's. Torch alone stands beside; there
-                the main thread records first, since it is the only one that can.
+                stream; every output, and in training every gradient, is compared with eager's. Each thread has graphs, or as many
+                as the library lets have some. Torch alone stands beside; there the main thread records first, since it
+                is the only one that can.
     throughput  calls a second of 4 threads with graphs, of 4 threads without, and of one thread with graphs
 """
 
@@ -27,6 +28,8 @@ from typing import Any
 
 import torch
 
+from safecompile._patches.cuda_graphs import CudaGraphs
+
 LIMIT = 240.0
 ROWS, WIDTH, INPUTS = 128, 256, 8
 
@@ -43,13 +46,15 @@ class Case:
     graphs: bool = True
     breaks: bool = False
     timed: bool = False
+    each_thread: bool = True
+    """Let each thread have graphs, also on a torch where it was not measured yet; else only where it was."""
     main_first: bool = False
     """The main thread records before the others begin, without which they fail at once on torch alone."""
     beside: str = ""
     """What one more thread does meanwhile: ``"synchronize"``, ``"empty_cache"`` or ``"matmul"``."""
 
     def __str__(self) -> str:
-        who = "safecompile" if self.library else "torch alone"
+        who = "torch alone" if not self.library else "safecompile" if self.each_thread else "safecompile as it is"
         work = "training" if self.training else "forward"
         streams = "own streams" if self.own_streams else "default stream"
         return f"{who}, {'graphs' if self.graphs else 'no graphs'}, {work}, {self.threads} threads, {streams}"
@@ -106,7 +111,10 @@ def measure(case: Case) -> dict[str, Any]:
     """Let the threads make their calls; return counts and seconds."""
     warnings.simplefilter("ignore")
     from safecompile import thread_safe_compile
+    from safecompile._patches import patches
 
+    (point,) = (one for one in patches.points if isinstance(one, CudaGraphs))
+    point.each_thread = point.each_thread or case.each_thread
     eager = with_breaks if case.breaks else function
     make: Any = thread_safe_compile if case.library else torch.compile
     call = make(eager, **({"mode": "reduce-overhead"} if case.graphs else {}))
@@ -208,11 +216,11 @@ _NOTHING = {"calls": 0, "wrong": 0, "replays": 0, "per_second": None, "reserved_
 def cases(calls: int, timed: int) -> tuple[list[Case], list[Case]]:
     """Return those that count results, and those that measure throughput."""
     results = [
-        Case(library, threads, calls, training, own, main_first=not library)
+        Case(library, threads, calls, training, own, each_thread=each, main_first=not library)
         for training in (False, True)
         for threads in (2, 4, 8)
         for own in (True, False)
-        for library in (True, False)
+        for library, each in ((True, True), (True, False), (False, False))
     ]
     throughput = [
         Case(True, threads, timed, training, graphs=graphs, timed=True)

@@ -26,6 +26,7 @@ from safecompile._patches import cuda_graphs, patches
 from safecompile.testing import max_compiles, no_compiles
 from tests.helpers.subprocess_run import ROOT
 from tests.helpers.threads import WorkersFailedError, run_threads
+from tests.helpers.torch_version import TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -346,6 +347,7 @@ def test_on_a_torch_that_nobody_measured_one_thread_has_graphs_and_the_others_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.0")
+    monkeypatch.setattr(cuda_graphs, "MEASURED", ("2.11.",))
     point = cuda_graphs.CudaGraphs(Turns(lambda: 60.0))
     assert point._may_have_graphs(cuda_graphs._here())
     with pytest.warns(RuntimeWarning, match="nobody has measured CUDA graphs of several threads on torch 2.12.0"):
@@ -417,7 +419,7 @@ def installed_point(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(cudagraph_trees, "cudagraphify_impl", recorded)
     safecompile.install()
     (point,) = (one for one in patches.points if one.name == "cuda-graphs")
-    monkeypatch.setattr(point, "_by_thread", True)
+    monkeypatch.setattr(point, "each_thread", True)
     point.install()
     yield runs
     point.restore()
@@ -476,9 +478,17 @@ def test_a_backward_that_cannot_be_recorded_tells_the_forward_of_the_thread_that
 
 on_gpu = functools.partial(run_threads, timeout=180.0)  # a first compile there takes long
 
-measured = pytest.mark.skipif(
-    not torch.__version__.startswith(cuda_graphs.MEASURED), reason="on this torch one thread alone has graphs"
-)
+
+@pytest.fixture
+def each_thread_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    (point,) = (one for one in patches.points if isinstance(one, cuda_graphs.CudaGraphs))
+    monkeypatch.setattr(point, "each_thread", True)
+
+
+def measured(test: Any) -> Any:
+    """Test what each thread's graphs give on the one torch for which they were made."""
+    mark = pytest.mark.skipif(TORCH[:2] != (2, 11), reason="graphs of each thread were made for torch 2.11")
+    return mark(pytest.mark.usefixtures("each_thread_has_graphs")(test))
 
 
 @pytest.mark.gpu
@@ -492,6 +502,17 @@ def test_no_result_is_wrong_and_no_call_fails(threads: int, own_streams: bool, t
     result = bench.in_a_process(case)
     assert (result["calls"], result["wrong"], result["errors"]) == (200 * threads, 0, {}), result["first_error"]
     assert result["replays"] > 0.9 * 200 * threads * (1 + training)
+
+
+@pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
+@pytest.mark.skipif(torch.__version__.startswith(cuda_graphs.MEASURED), reason="on this torch each thread has graphs")
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+def test_where_it_was_not_measured_one_thread_has_graphs_and_no_result_is_wrong(training: bool) -> None:
+    bench = benchmark()
+    result = bench.in_a_process(bench.Case(True, 4, 200, training, each_thread=False))
+    assert (result["calls"], result["wrong"], result["errors"]) == (800, 0, {}), result["first_error"]
+    assert 0.9 * 200 * (1 + training) < result["replays"] <= 200 * (1 + training)
 
 
 @pytest.mark.gpu
