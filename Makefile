@@ -1,5 +1,6 @@
 # Needs Python 3.10 or newer and make, nothing else: every target makes and fills .venv where that is missing or out of date.
 #   make test                   run the test suite
+#   make gpu                    run the part of the suite that needs a GPU, on a machine that has one
 #   make demo                   run the example: drafters trained by threads of one process
 #   make bench                  measure against stock torch
 #   make lint                   ruff, format and mypy
@@ -20,12 +21,16 @@ CHECKED := $(wildcard src tests examples benchmarks)
 # One environment of another torch at a time: each has 5 GB.
 VERSIONS := 2.6.0 2.8.0 2.11.0 2.13.0 2.14.1 2.15.0
 
-.PHONY: test demo bench lint matrix clean
+.PHONY: test gpu demo bench lint matrix clean
 
 # Each of the tests' threads would start an OpenMP pool of its own.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+gpu: export OMP_NUM_THREADS := 1
+gpu: $(INSTALLED)
+	$(RUN) -m pytest -m gpu --numprocesses 4
 
 demo: $(INSTALLED)
 	$(RUN) examples/dflash/demo.py --restart

@@ -19,6 +19,7 @@ from safecompile._core.events import Compile
 from safecompile._core.guarded import Guarded, warming
 from safecompile._core.rendezvous import in_each_worker
 from safecompile._patches import fx_trace_lock
+from safecompile._patches.cuda_graphs import recordings
 from safecompile._patches.generators import moved, tensors_in
 
 __all__ = ["ThreadWarmup", "WarmupReport", "warmup"]
@@ -27,6 +28,8 @@ log = logging.getLogger("safecompile")
 
 # Seconds between two messages about a long warm-up.
 LOG_EVERY = 10.0
+# A call with CUDA graphs is made until it records nothing, usually the fourth time, and not more often than this.
+MOST_CALLS = 8
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def warmup(
 
     The calls have the settings of the thread that makes them (grad mode, autocast, intra-op threads; see
     :func:`~safecompile.capture_context`), which must be those of later calls: they are part of what is compiled for.
-    Random numbers are drawn as by any call. A callable with another ``when_compiling`` waits here as well.
+    Random numbers are drawn as by any call. With CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``) each call is
+    made until the thread has recorded its graphs and replays them. A callable with another ``when_compiling`` waits here as well.
 
     Args:
         fn: a guarded callable, or any function that calls some; with ``devices`` also a mapping from each of them to one
@@ -194,11 +198,16 @@ class _Warmup:
         with _current(device), nullcontext() if grad is None else torch.set_grad_enabled(grad):
             if device is not None:
                 args, kwargs = moved((args, kwargs), device)
-            outputs = fn(*args, **kwargs)
-            if self.backward and grad is not False:
-                seen.in_backward = True
-                _run_backward(outputs, tensors_in((args, kwargs)))
-                seen.in_backward = False
+            for _ in range(MOST_CALLS):
+                before = recordings()
+                outputs = fn(*args, **kwargs)
+                if self.backward and grad is not False:
+                    seen.in_backward = True
+                    _run_backward(outputs, tensors_in((args, kwargs)))
+                    seen.in_backward = False
+                del outputs  # in use, it would keep the graphs from being replayed
+                if recordings() == before:
+                    break
 
     def _count(self) -> None:
         with self.counting:

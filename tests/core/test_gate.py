@@ -10,10 +10,9 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
-import frontrun  # type: ignore[import-untyped]
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -511,35 +510,6 @@ class FirstCallFlag(Simulation):
                 self.compiles.append(key)
             self.entries.add(key)
         return key
-
-
-@pytest.fixture
-def no_collection() -> Iterator[None]:
-    """Keep the collector away: what hypothesis has it call would be scheduled inside the checker's own scheduler."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.fixture
-def explore(monkeypatch: pytest.MonkeyPatch, no_collection: None) -> Callable[..., Any]:
-    """The model checker: all orders of the bytecodes that matter, with at most two switches away from a runnable thread."""
-    monkeypatch.setenv("FRONTRUN_ACTIVE", "1")
-
-    def run(setup: Callable[[], Any], workers: Any, invariant: Callable[[Any], bool], **options: Any) -> Any:
-        return frontrun.explore(
-            setup=setup,
-            workers=workers,
-            invariant=invariant,
-            clock="virtual",
-            detect_io=False,
-            reproduce_on_failure=0,
-            total_timeout=60,
-            **options,
-        )
-
-    return run
 
 
 def compiled_once(simulation: Simulation) -> bool:

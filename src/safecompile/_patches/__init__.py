@@ -16,6 +16,7 @@ from safecompile._core.forks import lock_across_forks, renew_property_locks
 from safecompile._core.gate import Gate
 from safecompile._core.lock import FXTraceLock
 from safecompile._core.stacks import outwards
+from safecompile._core.turns import Turns
 from safecompile._patches.aot_autograd import DirectCompiles, LazyBackward
 from safecompile._patches.cache_entries import CacheOrder
 from safecompile._patches.compile_lock import CompileLock, compile_lock
@@ -23,8 +24,10 @@ from safecompile._patches.compile_state import AnomalyMode, CompileState
 from safecompile._patches.compiled_autograd import CompiledAutograd
 from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.config import ConfigCaches
+from safecompile._patches.cuda_graphs import CudaGraphs
 from safecompile._patches.device_guard import DeviceGuard
 from safecompile._patches.export import Exports
+from safecompile._patches.first_launches import FirstLaunches
 from safecompile._patches.fx import FXPatches, LazyGraphModules
 from safecompile._patches.helper_threads import HelperThreads
 from safecompile._patches.interpreter_exit import InterpreterExit
@@ -64,6 +67,7 @@ class Patches:
         settings = CallSettings()
         at_exit = InterpreterExit(fx_trace_lock)
         single_flight = SingleFlight(gate, fx_trace_lock, self.calls, at_exit, self.reset)
+        turns = Turns(lambda: fx_trace_lock.limit)
         flags = {row[0]: ThreadGlobals(*row) for row in THREAD_GLOBALS}
         self.points: tuple[PatchPoint, ...] = (
             *flags.values(),
@@ -90,6 +94,8 @@ class Patches:
             settings,
             CompiledAutograd(),
             ConfigCaches(),
+            FirstLaunches(turns),
+            CudaGraphs(turns),
             SerialTraces(fx_trace_lock, self._mismatches),
         )
         self._guard = lock_across_forks()  # made after the points' own, which are taken under it

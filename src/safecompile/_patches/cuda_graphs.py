@@ -1,0 +1,367 @@
+"""CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``): each thread records and replays its own."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import sys
+import threading
+import warnings
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CellType, FunctionType
+from typing import Any, cast
+
+import torch
+from torch.utils._ordered_set import OrderedSet
+
+from safecompile._core.turns import Turns
+from safecompile._patches.company import alone
+from safecompile._patches.point import PatchPoint
+from safecompile._patches.rewriting import codes_in
+
+__all__ = ["CudaGraphs", "recordings"]
+
+# Where benchmarks/cuda_graphs.py has counted no wrong result and no error: the beginnings of such versions, as "2.11.".
+# Everywhere else only one thread replays graphs.
+MEASURED: tuple[str, ...] = ()
+
+_KEY = "safecompile_graphs"
+_POST_COMPILES = ("cudagraph_post_compile", "cudagraph_partition_post_compile")
+_SYNCHRONIZE = ("_cuda_synchronize", "_accelerator_synchronizeDevice")
+_EMPTY_CACHE = ("_cuda_emptyCache", "_accelerator_emptyCache")
+
+
+class CudaGraphs(PatchPoint):
+    """Gives each thread graphs, buffers and a memory pool of its own, and lets recordings on a device take turns.
+
+    What a thread has is kept where autograd passes it on: the backwards of all threads run in one thread for a device.
+    """
+
+    name = "cuda-graphs"
+    protects = (
+        "threads that replay one graph overwrite each other's buffers, and get wrong results in silence; a recording fails "
+        "while other threads use the device (S8)"
+    )
+    upstream = "pytorch#123177, pytorch#184357; torch/_inductor/cudagraph_trees.py; compile_fx.py, cudagraphify"
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__()
+        self._turns = turns
+        self._compiling = threading.local()
+        self.each_thread = torch.__version__.startswith(MEASURED)
+        self._only: _Thread | None = None
+        self._warned = False
+
+    def needed(self) -> bool:
+        return torch.version.cuda is not None
+
+    def mismatch(self) -> str | None:
+        from torch._dynamo import eval_frame
+        from torch._inductor import compile_fx, cudagraph_trees, output_code
+
+        wanted: dict[Any, tuple[str, ...]] = {
+            eval_frame: ("install_generation_tagging_init",),
+            compile_fx: ("cudagraphify",),
+            output_code: _POST_COMPILES[:1],
+            cudagraph_trees: ("GenerationTracker", "MarkStepBox", "get_manager", "get_obj"),
+            cudagraph_trees.CUDAGraphTreeManager: ("record_function", "run_eager", "set_to_running_backward"),
+        }
+        missing = [name for owner, names in wanted.items() for name in names if not hasattr(owner, name)]
+        makes: Any = inspect.unwrap(compile_fx.cudagraphify) if not missing else None
+        if makes and not any(_OF_A_THREAD.keys() & {*code.co_freevars} for code in codes_in(makes.__code__)):
+            missing = ["place for what a thread has recorded"]
+        return f"torch's trees of CUDA graphs have no {', '.join(missing)}" if missing else None
+
+    def apply(self) -> None:
+        from torch._dynamo import eval_frame
+        from torch._inductor import compile_fx, cudagraph_trees, output_code
+
+        self.wrap(compile_fx, "cudagraphify", self._cudagraphify)
+        for name in _POST_COMPILES:
+            if hasattr(output_code, name):
+                self.wrap(output_code, name, self._post_compile)
+        self.replace(cudagraph_trees, "get_obj", lambda _, name: vars(_here())[name])
+        self.wrap(cudagraph_trees, "get_manager", _get_manager)
+        # A thread's call allows that its own earlier outputs are overwritten, and not those of others.
+        self.wrap(eval_frame, "install_generation_tagging_init", _count_call)
+        self.replace(cudagraph_trees, "GenerationTracker", _PerThread("generation"))
+        self.replace(cudagraph_trees, "MarkStepBox", _PerThread("mark_step_counter"))
+        for name in ("run_eager", "record_function"):
+            self.wrap(cudagraph_trees.CUDAGraphTreeManager, name, self._record)
+        # Beside a recording these fail, and the recording with them.
+        for names, wrapper in ((_SYNCHRONIZE, self._synchronize), (_EMPTY_CACHE, self._empty_cache)):
+            for name in names:
+                if hasattr(torch._C, name):
+                    self.wrap(torch._C, name, wrapper)
+
+    def after_fork(self) -> None:
+        self._turns.clear()
+
+    def _record(self, record: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -> Any:
+        with self._turns[manager.device_index]:
+            _here().recordings += 1
+            return record(*args, **kwargs)
+
+    def _synchronize(self, synchronize: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
+        with self._turns[args[0] if args else torch.cuda.current_device()]:
+            synchronize(*args, **kwargs)
+
+    def _empty_cache(self, empty: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
+        self._turns[torch.cuda.current_device()]  # so that there is one
+        taken = self._turns.take_all()
+        if taken:  # else another thread records, and may wait for the turn that this thread has
+            empty(*args, **kwargs)
+        for turn in taken:
+            turn.release()
+
+    def _post_compile(self, post_compile: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+
+        # A forward and its backward share one; older torch has it in the graph.
+        given = (*args, *kwargs.values())
+        boxes = (box for one in given for box in (one, getattr(one, "boxed_forward_device_index", None)))
+        box: Any = next((one for one in boxes if isinstance(one, BoxedDeviceIndex)), _Pair())
+        self._compiling.pair = vars(box).setdefault(_KEY, _Pair())
+        try:
+            return post_compile(*args, **kwargs)
+        finally:
+            del self._compiling.pair
+
+    def _cudagraphify(self, cudagraphify: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        run, pair = cudagraphify(*args, **kwargs), getattr(self._compiling, "pair", None) or _Pair()
+
+        def make(here: _Thread) -> Any:
+            return _with_graphs_of_its_own(run) if self._may_have_graphs(here) else None
+
+        static = args[1] if len(args) > 1 else kwargs.get("static_input_idxs", ())
+        plain = args[0], static, OrderedSet(kwargs.get("mutated_input_idxs", ()))
+        backward = kwargs["is_backward"]
+        return _Graphs(make, plain, kwargs["device_index"], pair, self._turns, backward=backward).run
+
+    def _may_have_graphs(self, here: _Thread) -> bool:
+        self._only = self._only or here
+        if self.each_thread or here is self._only:
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"nobody has measured CUDA graphs of several threads on torch {torch.__version__}: all but the first thread "
+                "run the compiled code without them. Results are right; the default mode does the same without this warning.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
+
+
+# What torch's function that runs a part keeps of its recordings, in older and in newer torch.
+_OF_A_THREAD: dict[str, Callable[[], Any]] = {"compiled_fn": lambda: None, "thread_local": threading.local}
+
+
+def _with_graphs_of_its_own(run: FunctionType) -> FunctionType:
+    """Copy torch's function, made with the settings of the compile, as it was before it has recorded anything."""
+    names = zip(run.__code__.co_freevars, run.__closure__ or (), strict=True)
+    cells = tuple(CellType(_OF_A_THREAD[name]()) if name in _OF_A_THREAD else cell for name, cell in names)
+    return FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, cells)
+
+
+class _Thread:
+    """What a thread has, and takes over from one that has ended."""
+
+    def __init__(self) -> None:
+        # Torch's own, under its names.
+        self.tree_manager_containers: dict[int, Any] = {}
+        self.tree_manager_locks: dict[int, Any] = defaultdict(threading.Lock)
+        self.generation = self.mark_step_counter = 0
+        self.entries: weakref.WeakKeyDictionary[_Graphs, _Entry] = weakref.WeakKeyDictionary()
+        self.forwards: weakref.WeakKeyDictionary[_Pair, _Forward] = weakref.WeakKeyDictionary()
+        self.recordings = 0
+
+    def manager(self, device: int) -> Any:
+        """Return the tree manager for a device, if there is one."""
+        container = self.tree_manager_containers.get(device)
+        return container and container.tree_manager
+
+    def idle(self) -> bool:
+        """Tell whether nobody has an output any more: a replay's does not own its memory."""
+        managers = [self.manager(device) for device in list(self.tree_manager_containers)]
+        nodes = [manager.current_node for manager in managers if manager is not None]
+        return all(node is None or node.all_outputs_are_dead() for node in nodes)
+
+
+class _Owner:
+    """Lives as long as a thread of Python's."""
+
+    def __init__(self) -> None:
+        self.thread = _taken_over() or _Thread()
+        weakref.finalize(self, _left.append, self.thread).atexit = False
+
+
+_local = threading.local()
+# Of threads that have ended. It costs less to take them over than to record anew, and their outputs may be in use.
+_left: deque[_Thread] = deque()
+
+
+def _here() -> _Thread:
+    """Return what the calling thread has; in a backward, what the thread has that has called it."""
+    if not torch._C._is_key_in_tls(_KEY):
+        owner = _local.owner = getattr(_local, "owner", None) or _Owner()
+        before = sys.getrefcount(owner.thread)
+        torch._C._stash_obj_in_tls(_KEY, owner.thread)
+        if sys.getrefcount(owner.thread) == before:  # torch 2.11 and older give back what they have not taken
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner.thread))
+    here: _Thread = torch._C._get_obj_in_tls(_KEY)
+    return here
+
+
+def _taken_over() -> _Thread | None:
+    for _ in range(len(_left)):
+        try:
+            thread = _left.popleft()
+        except IndexError:  # another thread was quicker
+            return None
+        if thread.idle():
+            for device in thread.tree_manager_containers:
+                torch.cuda.synchronize(device)  # its last replay may be going on, on its own stream
+            return thread
+        _left.append(thread)
+    return None
+
+
+def recordings() -> int:
+    """Return how many steps towards calls that only replay the calling thread has made."""
+    return _here().recordings if torch._C._is_key_in_tls(_KEY) else 0
+
+
+def _PerThread(name: str) -> Any:  # noqa: N802  stands for a class of torch's
+    """Return what has one of torch's counters, for each thread its own."""
+
+    def write(_: Any, value: int) -> None:
+        vars(_here())[name] = value
+
+    return type("PerThread", (), {name: property(lambda _: vars(_here())[name], write)})()
+
+
+def _count_call(count: Callable[[], None], *_: Any) -> None:
+    count()
+    if torch._C._is_key_in_tls(_KEY):
+        torch._C._get_obj_in_tls(_KEY).generation += 1
+
+
+def _get_manager(get: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+    """Let a backward without graphs, which asks when it is compiled, tell the forward of the thread that runs it."""
+    return _Caller(*args) if args and kwargs == {"create_if_none_exists": False} else get(*args, **kwargs)
+
+
+@dataclass
+class _Caller:
+    device: int
+
+    def set_to_running_backward(self) -> None:
+        manager = _here().manager(self.device)
+        if manager is not None:
+            manager.set_to_running_backward()
+
+
+class _Pair:
+    """The parts of a compiled forward and of its backward, or of compiled code without one."""
+
+    def __init__(self) -> None:
+        self.forward, self.backward = _Draws(), _Draws()
+
+
+@dataclass
+class _Draws:
+    """Whether code draws random numbers."""
+
+    unknown: weakref.WeakSet[_Graphs] = field(default_factory=weakref.WeakSet)
+    """Parts not yet seen to draw none."""
+    some: bool = False
+    """One was seen to draw when no other thread could."""
+
+
+@dataclass
+class _Forward:
+    """Whether a thread's latest forward ran with its graphs."""
+
+    graphed: bool = False
+
+
+@dataclass
+class _Entry:
+    """A thread's graphs of one part."""
+
+    graphs: Any
+    forward: _Forward
+    begun: bool = False
+
+
+class _Graphs:
+    """One part of compiled code, run with the calling thread's graphs.
+
+    It runs without them in a process of several threads if it draws random numbers: on torch 2.11 and older all graphs of
+    a device read one seed and offset, which every replay writes. So does a backward whose forward ran without them or in
+    another thread, because torch would record it anew for each place in memory of what a forward has saved.
+    """
+
+    def __init__(
+        self, make: Callable[[_Thread], Any], plain: Any, device: int, pair: _Pair, turns: Turns, *, backward: bool
+    ) -> None:
+        self._make, self._plain, self._device, self._pair = make, plain, device, pair
+        self._turns, self._backward = turns, backward
+        self._model: Any = None
+        self._draws = pair.backward if backward else pair.forward
+        self._draws.unknown.add(self)
+
+    def run(self, inputs: list[Any]) -> Any:
+        here = _here()
+        entry = here.entries.get(self) or self._enter(here)
+        if entry.begun and not self._draws.unknown and (entry.forward.graphed or not self._backward):
+            entry.forward.graphed = True
+            return entry.graphs(inputs)
+        return self._run_seldom(here, entry, inputs)
+
+    def _enter(self, here: _Thread) -> _Entry:
+        forward = here.forwards.setdefault(self._pair, _Forward())
+        entry = here.entries[self] = _Entry(self._make(here), forward)
+        return entry
+
+    def _run_seldom(self, here: _Thread, entry: _Entry, inputs: list[Any]) -> Any:
+        may_replay = not self._draws.unknown or (self._draws.some and alone())
+        if entry.graphs and may_replay and (entry.forward.graphed or not self._backward):
+            entry.begun = entry.forward.graphed = True
+            with self._turns[self._device]:  # makes the thread's memory pool
+                return entry.graphs(inputs)
+        if not self._backward:
+            entry.forward.graphed = False
+        elif entry.forward.graphed:
+            _Caller(self._device).set_to_running_backward()
+        if self not in self._draws.unknown:
+            return self._without_graphs(inputs)
+        by_itself, given = alone(), any(isinstance(one, torch.Generator) for one in inputs)
+        with self._turns[self._device]:
+            before = self._state()
+            outputs = self._without_graphs(inputs)
+            drew = given or self._state() != before
+        if not drew:
+            self._draws.unknown.discard(self)
+            here.recordings += 1
+        elif by_itself and alone():
+            self._draws.some = True
+        return outputs
+
+    def _without_graphs(self, inputs: list[Any]) -> Any:
+        if self._model is None:  # copies inputs that are not where the kernels expect them, as torch's graphs do
+            from torch._inductor.compile_fx import get_input_idxs_to_check
+            from torch._inductor.utils import align_inputs_from_check_idxs
+
+            model, static, mutated = self._plain
+            check, align = get_input_idxs_to_check(inputs, static), cast("Any", align_inputs_from_check_idxs)
+            self._model = align(*(model, check, mutated)[: len(inspect.signature(align).parameters)])  # 2 in torch 2.6
+        return self._model(inputs)
+
+    def _state(self) -> tuple[int, int]:
+        generator = torch.cuda.default_generators[self._device]
+        return generator.initial_seed(), generator.get_offset()
