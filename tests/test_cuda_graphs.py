@@ -25,6 +25,7 @@ from safecompile._core.turns import Turns
 from safecompile._patches import cuda_graphs, patches
 from safecompile.testing import max_compiles, no_compiles
 from tests.helpers.subprocess_run import ROOT
+from tests.helpers.switched_on import switched_on  # noqa: F401  a fixture
 from tests.helpers.threads import WorkersFailedError, run_threads
 from tests.helpers.torch_version import TORCH
 
@@ -169,11 +170,6 @@ def test_each_thread_has_a_copy_of_torchs_function_that_has_recorded_nothing() -
     assert all(each["compiled_fn"].cell_contents is None for each in found if "compiled_fn" in each)
     cells = {name for name in found[0] if len({id(each[name]) for each in found}) > 1}
     assert cells and cells <= {"thread_local", "compiled_fn"}
-
-
-def test_a_backend_whose_graphs_all_threads_would_share_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'use mode="reduce-overhead"'):
-        thread_safe_compile(torch.sin, backend="cudagraphs")
 
 
 def test_the_point_matches_this_torch() -> None:

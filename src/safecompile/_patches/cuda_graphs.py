@@ -25,7 +25,7 @@ from safecompile._patches.rewriting import codes_in
 __all__ = ["CudaGraphs", "recordings"]
 
 # Where benchmarks/cuda_graphs.py has counted no wrong result and no error: the beginnings of such versions, as "2.11.".
-# Everywhere else only one thread replays graphs.
+# Once there are any, only one thread replays graphs everywhere else; until then nothing here is switched on.
 MEASURED: tuple[str, ...] = ()
 
 _KEY = "safecompile_graphs"
@@ -49,6 +49,7 @@ class CudaGraphs(PatchPoint):
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
+        self.on = bool(MEASURED)
         self._turns = turns
         self._compiling = threading.local()
         self.each_thread = torch.__version__.startswith(MEASURED)
@@ -56,7 +57,7 @@ class CudaGraphs(PatchPoint):
         self._warned = False
 
     def needed(self) -> bool:
-        return torch.version.cuda is not None
+        return self.on and torch.version.cuda is not None
 
     def mismatch(self) -> str | None:
         from torch._dynamo import eval_frame
