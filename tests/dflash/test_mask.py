@@ -8,8 +8,11 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import FULL, SLIDING, Layout, attend, block_mask, build_masks, dense_mask, drafting_mask
+import attention
+from attention import FULL, SLIDING, Layout, attend, block_mask, build_masks, dense_mask, drafting_mask, mask_rule
+from safecompile import statistics
 
 CONTEXT, BLOCK = 12, 4
 ANCHORS = torch.tensor([[0, 3, 5, 11], [2, 4, 7, 0]])
@@ -71,6 +74,25 @@ def test_the_block_mask_is_the_dense_one(window: int | None, documents: Tensor |
     assert (counts == 0).any()
     assert tiled.full_kv_num_blocks is not None
     assert int(tiled.full_kv_num_blocks.sum()) == int((counts == 128 * 128).sum())
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("documents", [None, torch.arange(600).view(2, -1) // 70], ids=["alone", "packed"])
+def test_the_block_mask_is_what_torch_makes_of_the_rule(window: int | None, documents: Tensor | None) -> None:
+    """Of a batch, compiled as on a GPU."""
+    anchors = torch.stack([torch.arange(24) * 12, torch.arange(24) * 5 + 100])
+    layout = Layout(anchors, (torch.arange(24) < 20).expand(2, -1), 300, 16, documents)
+    expected = create_block_mask(mask_rule(layout, window), 2, None, layout.rows, 300 + layout.rows, device="cpu")
+    before = statistics().compiled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_tiles", attention._compiled_tiles)
+        made = block_mask(layout, window)
+    assert statistics().compiled - before == 1
+    tensors = {name: value for name, value in vars(expected).items() if isinstance(value, Tensor)}
+    assert len(tensors) == 8
+    for name, value in tensors.items():
+        assert torch.equal(getattr(made, name), value), name
+    assert (made.seq_lengths, made.BLOCK_SIZE) == (expected.seq_lengths, expected.BLOCK_SIZE)
 
 
 def test_each_kind_of_layer_there_is_gets_one_mask() -> None:
