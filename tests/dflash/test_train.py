@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import optimizer
 import train
 from config import Config
 from loss import BlockLoss
-from pipeline import WorkerError
+from pipeline import OrderedQueue, WorkerError
 from speculative import DFlashProposer, greedy, speculate
 from target import Target
 from tests.dflash.small import SMALL, TEXT
@@ -96,6 +97,13 @@ def first(tiny_target: Path) -> train.Training:
     return run(tiny_target, 1)
 
 
+def running_ahead(training: train.Training) -> train.Training:
+    """Let replicas make the next gradients before they complete an update, as on a GPU."""
+    for replica in training.replicas:
+        replica._runs_ahead = True
+    return training
+
+
 def assert_same(training: train.Training, first: train.Training) -> None:
     assert len(training.losses) == CONFIG.steps
     assert training.losses == first.losses
@@ -109,6 +117,35 @@ def test_weights_after_20_steps_are_equal_bit_for_bit_however_many_threads_make_
     tiny_target: Path, first: train.Training, count: int
 ) -> None:
     assert_same(run(tiny_target, count), first)
+
+
+def test_weights_are_equal_bit_for_bit_where_the_next_gradients_are_queued_before_a_step_is_complete(
+    tiny_target: Path, first: train.Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = running_ahead(train.Training(CONFIG, TEXT, targets(tiny_target, 5)))
+    events, reported = list[tuple[str, int]](), list[tuple[int, float, int]]()
+    loss = train.Replica.loss
+
+    def noted(self: train.Replica, work: train.Work, step: int) -> BlockLoss:
+        if self.index == 0:
+            events.append(("gradients", step))
+        return loss(self, work, step)
+
+    def report(step: int, numbers: train.Numbers) -> None:
+        events.append(("complete", step))
+        reported.append((step, numbers["loss"], training.replicas[0].step))
+
+    monkeypatch.setattr(train.Replica, "loss", noted)
+    # Where work has to be waited for, the step is complete before: here all of it is there.
+    monkeypatch.setattr(OrderedQueue, "ready", lambda queue: True)
+    training.run(report)
+    assert_same(training, first)
+    steps = range(CONFIG.steps)
+    assert reported == [(step, training.replicas[0].losses[step], step + 1) for step in steps]
+    assert [events.index(("complete", step)) - events.index(("gradients", step)) for step in steps[:-1]] == [
+        2,
+        *[3] * 18,
+    ]
 
 
 @pytest.mark.parametrize("late", WORKERS)
@@ -236,20 +273,23 @@ def threads_end() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_end")
+@pytest.mark.parametrize("ahead", [False, True], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize("worker", WORKERS)
 def test_a_fault_in_any_thread_ends_training_in_time_with_that_error(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, worker: str
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, worker: str, ahead: bool
 ) -> None:
     call = 0 if worker.startswith("target") else 3
     monkeypatch.setattr(train, "make_work", breaking(worker, call, train.make_work))
     monkeypatch.setattr(train.Replica, "loss", breaking(worker, call, train.Replica.loss))
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
+    if ahead:
+        running_ahead(training)
     with pytest.raises(WorkerError, match=f"'{worker}' failed: ArithmeticError: injected") as caught:
         training.run(lambda step, numbers: None)
     assert caught.value.still_running == []
-    replica = training.at_rest()
-    assert replica is not None
-    assert replica.losses == training.replicas[0].losses[: len(replica.losses)]
+    assert all(replica.whole for replica in training.replicas)
+    assert len({replica.step for replica in training.replicas}) == 1
+    assert train.largest_difference(training.drafters) == 0.0
 
 
 @pytest.mark.usefixtures("threads_end")
@@ -271,6 +311,7 @@ def test_a_fault_in_any_part_of_a_step_ends_training(
 
 
 @pytest.mark.usefixtures("threads_end")
+@pytest.mark.parametrize("ahead", [False, True], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize(
     ("spoil", "says", "whole"),
     [
@@ -280,7 +321,12 @@ def test_a_fault_in_any_part_of_a_step_ends_training(
     ],
 )
 def test_training_that_diverges_ends_before_anything_of_it_can_be_saved(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor], Tensor], says: str, whole: list[bool]
+    tiny_target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Tensor], Tensor],
+    says: str,
+    whole: list[bool],
+    ahead: bool,
 ) -> None:
     original, calls, steps = train.Replica.loss, itertools.count(), list[int]()
 
@@ -290,6 +336,8 @@ def test_training_that_diverges_ends_before_anything_of_it_can_be_saved(
 
     monkeypatch.setattr(train.Replica, "loss", loss)
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
+    if ahead:
+        running_ahead(training)
     with pytest.raises(WorkerError, match=f"FloatingPointError: training diverged at step 3: .*{says}"):
         training.run(lambda step, numbers: steps.append(step))
     assert [replica.whole for replica in training.replicas] == whole
@@ -318,6 +366,41 @@ def test_an_interrupt_while_threads_are_started_ends_those_that_run(
     with pytest.raises(KeyboardInterrupt):
         training.run(lambda step, numbers: None)
     assert training.crew.running() == []
+
+
+@pytest.mark.usefixtures("threads_end")
+def test_a_step_is_not_lost_where_the_next_gradients_take_longer_than_an_end_waits_for(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads are left behind, inside passes after the first update, as in long passes on a CPU."""
+    loss, inside, go_on = train.Replica.loss, threading.Barrier(4), threading.Event()
+
+    def long(self: train.Replica, work: train.Work, step: int) -> BlockLoss:
+        if step == 1:
+            inside.wait(60)
+            assert go_on.wait(60)
+        return loss(self, work, step)
+
+    def interrupt() -> None:
+        inside.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.Replica, "loss", long)
+    training, reported = train.Training(CONFIG, TEXT, targets(tiny_target, 5)), list[int]()
+    monkeypatch.setattr(training.crew, "end", partial(training.crew.end, grace=0.0))
+    with pytest.raises(KeyboardInterrupt):
+        training.run(lambda step, numbers: reported.append(step), interrupt)
+    replica = training.at_rest()
+    try:
+        assert replica is not None
+        assert (replica.step, reported) == (1, [0])
+        saved = {name: weight.clone() for name, weight in replica.drafter.state_dict().items()}
+    finally:
+        go_on.set()
+        for member in training.crew._members:
+            member.thread.join(60)
+    assert [other.step for other in training.replicas] == [1, 1, 1]
+    assert all(torch.equal(saved[name], weight) for name, weight in replica.drafter.state_dict().items())
 
 
 # Norms are in float32 under autocast, and torch says that this is not its fastest way.
