@@ -20,6 +20,7 @@ from config import Config
 from drafter import Drafter
 from evaluate import Evaluation, Reference
 from evaluator import Evaluator
+from monitor import Monitor
 from pipeline import Stopped, WorkerError
 from speculative import NO_REGRET, Decoded, DFlashProposer
 from target import Target
@@ -210,6 +211,29 @@ def test_a_stop_ends_an_evaluation_before_its_next_pass_and_says_what_was_not_me
     assert lines == [{"kind": "evaluation_skipped", "step": step, "newer": None} for step in (2, 4)]
 
 
+def test_a_copy_of_a_step_that_is_complete_only_after_the_stop_is_said_to_be_skipped(
+    targets: list[Target], references: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that has begun is completed: its step may be due when the evaluation's thread has ended."""
+    training, _, lines = prepared(targets, references, replace(CONFIG, eval_every=4))
+    ended, run = threading.Event(), Evaluator.run
+
+    def running(self: Evaluator, monitor: Monitor) -> None:
+        try:
+            run(self, monitor)
+        finally:
+            ended.set()
+
+    def report(step: int, numbers: train.Numbers) -> None:
+        if step == 3:  # just before its copy is offered
+            training.crew.stop()
+            assert ended.wait(60)
+
+    monkeypatch.setattr(Evaluator, "run", running)
+    training.run(report)
+    assert lines == [{"kind": "evaluation_skipped", "step": 4, "newer": None}]
+
+
 def test_one_that_waits_for_weights_is_stopped(targets: list[Target], references: list[Reference]) -> None:
     training, made, lines = prepared(targets, references)
     made.stop()
@@ -226,11 +250,13 @@ def test_a_fault_in_the_evaluation_ends_training_with_that_error(
         raise ArithmeticError("injected")
 
     monkeypatch.setattr(DFlashProposer, "propose", fail)
-    training, _, lines = prepared(targets, references, replace(CONFIG, steps=100_000))
+    training, made, lines = prepared(targets, references, replace(CONFIG, steps=100_000))
     with pytest.raises(WorkerError, match="'evaluation' failed: ArithmeticError: injected") as caught:
         training.run(nothing)
     assert caught.value.still_running == []
-    assert lines == []
+    assert {line["kind"] for line in lines} == {"evaluation_skipped"}
+    # Whatever the threads' order, each step that was due has one line.
+    assert sorted(line["step"] for line in lines) == list(filter(made.is_due, range(training.step + 1)))
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, range(1, 8)), (3, (3, 6)), (8, ()), (0, ())])
