@@ -122,6 +122,19 @@ def test_training_is_the_same_in_every_bit_with_evaluations_and_without(
         assert all(torch.equal(a.optimizer[name], b.optimizer[name]) for name in b.optimizer)
 
 
+def test_evaluations_compile_nothing_of_a_target_whose_layers_are_compiled(
+    tiny_target: Path, references: list[Reference]
+) -> None:
+    """Each response's length would be a shape of its own."""
+    config = replace(CONFIG, targets=1, compile_target=True)
+    target = Target(tiny_target, (0, 2, 3), CPU, compiled=True)
+    training, _, lines = prepared([target], references, config)
+    torch.compiler.reset()
+    training.run(nothing)
+    assert any(line["kind"] == "evaluation" for line in lines)
+    assert training.compiled == train.compiles_of_one_thread(config, TEXT, target) == 4
+
+
 @pytest.mark.parametrize("cloned", [True, False], ids=["a copy", "the weights themselves"])
 def test_what_is_measured_are_the_weights_of_that_step_while_training_goes_on(
     targets: list[Target], references: list[Reference], monkeypatch: pytest.MonkeyPatch, cloned: bool
