@@ -148,6 +148,29 @@ def test_weights_are_equal_bit_for_bit_where_the_next_gradients_are_queued_befor
     ]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_threads_train_as_one_thread_does_that_waits_for_the_device(tiny_target: Path, device: str) -> None:
+    config = replace(CONFIG, device=device, answers="data", attention="dense", steps=8)
+    on_device = [Target(tiny_target, (0, 2, 3), torch.device(device)) for _ in range(5)]
+    training, reported = train.Training(config, TEXT, on_device), list[float]()
+    training.run(lambda step, numbers: reported.append(numbers["loss"]))
+
+    replicas, losses = train.Training(config, TEXT, on_device).replicas, list[float]()
+    for step in range(config.steps):
+        works = [train.make_work(config, TEXT, on_device[0], step // config.uses, r.index) for r in replicas]
+        made = [r.gradients(work, step).loss.item() for r, work in zip(replicas, works, strict=True)]
+        losses.append(sum(made) / len(made))
+        gradients = [[p.grad for p in r._optimizers.parameters if p.grad is not None] for r in replicas]
+        for replica in replicas:
+            means = train.mean_gradients(gradients, torch.device(device))
+            for parameter, mean in zip(replica._optimizers.parameters, means, strict=True):
+                parameter.grad = mean
+            replica._optimizers.step()
+    assert training.losses == (losses if device == "cpu" else pytest.approx(losses, rel=1e-4))
+    assert reported == training.replicas[0].losses
+    assert train.largest_difference(training.drafters) == 0.0
+
+
 @pytest.mark.parametrize("late", WORKERS)
 def test_weights_are_equal_when_a_thread_moves_only_while_all_others_wait(
     tiny_target: Path, first: train.Training, monkeypatch: pytest.MonkeyPatch, late: str
