@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -171,6 +172,26 @@ def test_an_evaluation_gives_what_one_alone_gives(targets: list[Target], referen
     assert (line["kind"], line["step"]) == ("evaluation", 5)
     assert without_time(line) == measured_alone(targets, references, trained(targets, 5).drafters[0])
     assert line["identical"] == line["references"] == 3
+
+
+def test_an_evaluation_on_a_cpu_waits_for_the_weights_of_a_drafter_on_a_gpu(
+    targets: list[Target], references: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made:
+        """An event of a GPU."""
+
+        def synchronize(self) -> None:
+            weights.fill_(1.0)
+
+    weights = torch.zeros(3)
+    measured = torch.nn.Linear(3, 1, bias=False)
+    made = Evaluator(CONFIG, targets[0], cast("Drafter", measured), references, lambda kind, **values: None)
+    copied = evaluator.Copied(2, {"weight": weights.view(1, 3)}, cast("torch.cuda.Event", Made()))
+    monkeypatch.setattr(evaluate, "measure", lambda *given: Evaluation([], [], [], []))
+    monitor = cast("Monitor", SimpleNamespace(now=lambda state: None, count=lambda tokens: None))
+    monkeypatch.setattr(made, "_take", iter([copied, None]).__next__)
+    made.run(monitor)
+    assert measured.weight.tolist() == [[1.0, 1.0, 1.0]]
 
 
 def test_a_newer_copy_takes_the_place_of_one_that_waits_and_the_last_is_measured(
