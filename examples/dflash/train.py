@@ -183,8 +183,14 @@ def produce(
     with devices.own_stream(target.device):
         for item, replica in tickets:
             monitor.now("answers")
-            work = make_work(config, source, target, item, replica, queues[replica].check)
-            hand_over(work, item, queues[replica], to[replica], monitor)
+            # Not under a name, which would keep it while the next one is made.
+            hand_over(
+                make_work(config, source, target, item, replica, queues[replica].check),
+                item,
+                queues[replica],
+                to[replica],
+                monitor,
+            )
 
 
 def read(config: Config, cache: Cache, replica: int, items: range, queue: OrderedQueue[Work], monitor: Monitor) -> None:

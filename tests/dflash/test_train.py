@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -86,6 +87,23 @@ def test_every_second_answer_is_greedy_however_many_are_made_together(tiny_targe
     own = [greedy(target, row[:8], 8) for row in rows]
     is_greedy = [row[8 : 8 + len(tokens)].tolist() == tokens for row, tokens in zip(rows, own, strict=True)]
     assert is_greedy == [index % 2 == 0 for index in range(4 * sequences)]
+
+
+def test_a_target_thread_lets_go_of_work_before_it_makes_more(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a target's GPU would hold two batches of features beside what a pass takes."""
+    make_work, made, held = train.make_work, list[weakref.ref[train.Work]](), list[int]()
+
+    def noted(*given: Any) -> train.Work:
+        held.append(sum(ref() is not None for ref in made))
+        work = make_work(*given)
+        made.append(weakref.ref(work))
+        return work
+
+    monkeypatch.setattr(train, "make_work", noted)
+    run(tiny_target, 1, replace(CONFIG, drafters=1))
+    assert held == [0] * (CONFIG.steps // CONFIG.uses)
 
 
 WORKERS = [f"target-{i}" for i in range(5)] + [f"drafter-{i}" for i in range(3)]
