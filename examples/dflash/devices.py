@@ -38,10 +38,12 @@ def mark(device: torch.device) -> Event:
 
 
 def wait(device: torch.device, events: Iterable[Event]) -> None:
-    """Let what this thread queues on ``device`` from now on begin after the events. The thread itself does not wait."""
+    """Let what this thread does on ``device`` from now on begin after the events. Only for a CPU does the thread itself wait."""
     for event in events:
-        if event is not None:
+        if event is not None and device.type == "cuda":
             torch.cuda.current_stream(device).wait_event(event)
+        elif event is not None:
+            event.synchronize()
 
 
 def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:

@@ -99,10 +99,11 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
     sequence_bytes = config.length * token_bytes
     chunk_logits = config.batch * config.chunk_rows * vocab_size * FLOAT32
     devices = [str(device) for device in config.devices(planned=True)]
-    dense = config.batch * rows * (config.length + rows) if devices[config.targets] == "cpu" else 0
+    written_out = config.attention == "dense" or devices[config.targets] == "cpu"
+    dense = config.batch * rows * (config.length + rows) if written_out else 0
 
-    # Work waits where it is used: what the queue holds, and what the drafter learns from.
-    waiting = config.queue_depth + 1
+    # Work waits where it is used: what the queue holds, what the drafter learns from, and what it has queued its last step on.
+    waiting = config.queue_depth + 2
     target_memory = {
         "weights": sum(p.numel() for p in model.parameters()) * precision,
         "keys and values": config.sequences * cache_elements(model_config, target, config.length) * precision,

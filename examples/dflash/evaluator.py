@@ -74,10 +74,11 @@ class Evaluator:
         weights = {name: weight.detach().clone() for name, weight in drafter.state_dict().items()}
         copied = Copied(step, weights, devices.mark(next(iter(weights.values())).device))
         with self._changed:
-            replaced, self._waiting = self._waiting, copied
+            over = self._stopped
+            skipped, self._waiting = (copied, self._waiting) if over else (self._waiting, copied)
             self._changed.notify_all()
-        if replaced:
-            self._write("evaluation_skipped", step=replaced.step, newer=step)
+        if skipped:
+            self._write("evaluation_skipped", step=skipped.step, newer=None if over else step)
 
     def close(self) -> None:
         """Say that no more copies come: `run` measures the one that waits, and ends."""
@@ -95,7 +96,7 @@ class Evaluator:
         """Be the evaluation's thread.
 
         Raises:
-            Stopped: if the run is over; copies that were not measured are then said to be skipped.
+            Stopped: if the run is over. However it fails, copies that were not measured are said to be skipped.
         """
         monitor.now("waits for weights")
         copied: Copied | None = None
@@ -106,7 +107,8 @@ class Evaluator:
                     self._write("evaluation", step=copied.step, **self._measure(copied, monitor))
                     copied = None
                     monitor.now("waits for weights")
-        except Stopped:
+        except BaseException:
+            self.stop()  # what is offered from now on is not measured either
             for left in (copied, self._waiting):
                 if left:
                     self._write("evaluation_skipped", step=left.step, newer=None)

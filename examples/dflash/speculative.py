@@ -267,7 +267,9 @@ def regret(target: Target, prompt: Tensor, tokens: list[int]) -> Regret:
         tokens: the response, at least one token.
     """
     response = torch.tensor(tokens, device=prompt.device)
-    normed = target.forward(torch.cat((prompt, response[:-1])).unsqueeze(0)).normed[0, len(prompt) - 1 :]
+    tokens_read = torch.cat((prompt, response[:-1])).unsqueeze(0)
+    # Passes with a cache are never compiled: each length of a response would be a graph of its own.
+    normed = target.forward(tokens_read, target.new_cache()).normed[0, len(prompt) - 1 :]
     logits = target.logits(normed)
     top = logits.float().amax(-1)
     gaps = top - logits.float().gather(1, response.unsqueeze(1)).squeeze(1)

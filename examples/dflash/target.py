@@ -334,7 +334,8 @@ class Target:
             self._check_cache(folder)
         if compiled:
             for layer in layers:
-                layer.forward = partial(_run_layer, type(layer).forward, layer)
+                forward = type(layer).forward
+                layer.forward = partial(_run_layer, forward, _compiled(forward), layer)
 
     def shared(self) -> Target:
         """Return a target for another thread: with the same weights, which take no more memory, and passes of its own to count.
@@ -454,9 +455,11 @@ class Target:
         return keep
 
 
-def _run_layer(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_layer(
+    eager: Callable[..., Any], compiled: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     cached = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
-    return (forward if cached else _compiled(forward))(layer, *args, **kwargs)
+    return (eager if cached else compiled)(layer, *args, **kwargs)
 
 
 @lru_cache

@@ -183,8 +183,14 @@ def produce(
     with devices.own_stream(target.device):
         for item, replica in tickets:
             monitor.now("answers")
-            work = make_work(config, source, target, item, replica, queues[replica].check)
-            hand_over(work, item, queues[replica], to[replica], monitor)
+            # Not under a name, which would keep it while the next one is made.
+            hand_over(
+                make_work(config, source, target, item, replica, queues[replica].check),
+                item,
+                queues[replica],
+                to[replica],
+                monitor,
+            )
 
 
 def read(config: Config, cache: Cache, replica: int, items: range, queue: OrderedQueue[Work], monitor: Monitor) -> None:
@@ -350,6 +356,8 @@ class Replica:
         self._mask_id = mask_id
         self._vocabulary = vocabulary
         self._device = vocabulary.head.device
+        # A CPU has made an update when it has begun. Its step would be lost if the next gradients took longer than the end of a run.
+        self._runs_ahead = self._device.type == "cuda"
         self._dense = config.attention == "dense" or self._device.type != "cuda"
         self._optimizers = optimizer.build(
             drafter,
@@ -384,10 +392,12 @@ class Replica:
         with devices.own_stream(self._device):
             try:
                 for made in self._gradients_of_steps(queue, monitor):
-                    # Only now: while the device was at the update, this thread has queued the next step's gradients.
+                    # Only now: while a GPU was at the update, this thread has queued the next step's gradients.
                     self._complete(report, monitor)
                     if made is not None:
                         self._update(exchange, made, monitor)
+                    if not self._runs_ahead:
+                        self._complete(report, monitor)
             finally:
                 self._complete(report, monitor)
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="the example's target is a transformers model")
+
 import devices
-from target import Features
+import evaluate
+from config import Config
+from drafter import Drafter
+from evaluate import Evaluation
+from evaluator import Evaluator
+from monitor import Monitor
+from target import Features, Target
 from train import GradientExchange, Work
 
 pytestmark = pytest.mark.gpu
@@ -126,3 +135,62 @@ def test_memory_of_work_is_not_used_again_before_it_was_read() -> None:
 def test_memory_of_work_is_used_again_too_early_if_it_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "keep", lambda tensors: None)
     assert read_late() != 2**22
+
+
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Return the sum that an evaluation finds in weights that are there late and then change, 3 * 4096 if it is the step's."""
+    found: list[float] = []
+    trained, measured = (torch.nn.Linear(1, 4096, bias=False, device=CUDA) for _ in range(2))
+
+    def measure(*given: Any) -> Evaluation:
+        found.append(float(measured.weight.detach().sum()))
+        return Evaluation([], [], [], [])
+
+    monkeypatch.setattr(evaluate, "measure", measure)
+    target = cast("Target", SimpleNamespace(shared=lambda: SimpleNamespace(device=CUDA)))
+    evaluator = Evaluator(Config(), target, cast("Drafter", measured), [], lambda kind, **values: None)
+    monitor = cast("Monitor", SimpleNamespace(now=lambda state: None, count=lambda tokens: None))
+
+    @torch.no_grad()
+    def train() -> None:
+        trained.weight.copy_(3 * slow_ones())
+        evaluator.offer(1, cast("Drafter", trained))
+        trained.weight.zero_()
+        evaluator.close()
+
+    in_threads(train, lambda: evaluator.run(monitor))
+    return found[0]
+
+
+def test_weights_are_evaluated_after_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evaluated(monkeypatch) == 3 * 4096
+
+
+@pytest.mark.usefixtures("no_events")
+def test_weights_are_evaluated_too_early_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evaluated(monkeypatch) != 3 * 4096
+
+
+def read_at_once() -> tuple[list[float], bool]:
+    """Return a vector's values, and whether the device has done what was queued behind them when they are there."""
+
+    def read() -> tuple[list[float], bool]:
+        values = devices.read_later(slow_ones(4).flatten())
+        for _ in range(3):
+            slow_ones()
+        behind = devices.mark(CUDA)
+        assert behind
+        return values(), behind.query()
+
+    return in_threads(read)[0]  # type: ignore[return-value]
+
+
+def test_a_thread_waits_for_the_values_that_it_reads_and_for_nothing_behind_them() -> None:
+    assert read_at_once() == ([1.0] * 4, False)
+
+
+def test_a_thread_waits_for_all_that_it_has_queued_if_it_reads_without_a_copy_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "read_later", lambda tensor: tensor.tolist)
+    assert read_at_once() == ([1.0] * 4, True)

@@ -73,6 +73,11 @@ def test_the_drafter_of_eight_billion_has_the_published_size(tmp_path: Path) -> 
     assert found.trainable_parameters == pytest.approx(1.05e9, rel=0.01)
     assert found.target_parameters == pytest.approx(8.19e9, rel=0.01)
     assert "dense mask" not in found.drafter_memory
+    dense = estimated(tmp_path, EIGHT, "--config", "qwen3-8b", "--device", "cuda:0", "--attention", "dense")
+    sequences, context, _ = dense.shapes["features"]
+    _, rows, _ = dense.shapes["blocks, rows of all anchors"]
+    assert dense.drafter_memory["dense mask"] == sequences * rows * (context + rows)
+    assert dense.device_memory["cuda:0"] - found.device_memory["cuda:0"] == 3 * dense.drafter_memory["dense mask"]
 
 
 def test_parameters_and_traffic_are_those_of_the_loaded_models(tiny_target: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from config import Config
 from drafter import Drafter
 from evaluate import Evaluation, Reference
 from evaluator import Evaluator
+from monitor import Monitor
 from pipeline import Stopped, WorkerError
 from speculative import NO_REGRET, Decoded, DFlashProposer
 from target import Target
@@ -121,6 +123,19 @@ def test_training_is_the_same_in_every_bit_with_evaluations_and_without(
         assert all(torch.equal(a.optimizer[name], b.optimizer[name]) for name in b.optimizer)
 
 
+def test_evaluations_compile_nothing_of_a_target_whose_layers_are_compiled(
+    tiny_target: Path, references: list[Reference]
+) -> None:
+    """Each response's length would be a shape of its own."""
+    config = replace(CONFIG, targets=1, compile_target=True)
+    target = Target(tiny_target, (0, 2, 3), CPU, compiled=True)
+    training, _, lines = prepared([target], references, config)
+    torch.compiler.reset()
+    training.run(nothing)
+    assert any(line["kind"] == "evaluation" for line in lines)
+    assert training.compiled == train.compiles_of_one_thread(config, TEXT, target) == 4
+
+
 @pytest.mark.parametrize("cloned", [True, False], ids=["a copy", "the weights themselves"])
 def test_what_is_measured_are_the_weights_of_that_step_while_training_goes_on(
     targets: list[Target], references: list[Reference], monkeypatch: pytest.MonkeyPatch, cloned: bool
@@ -157,6 +172,26 @@ def test_an_evaluation_gives_what_one_alone_gives(targets: list[Target], referen
     assert (line["kind"], line["step"]) == ("evaluation", 5)
     assert without_time(line) == measured_alone(targets, references, trained(targets, 5).drafters[0])
     assert line["identical"] == line["references"] == 3
+
+
+def test_an_evaluation_on_a_cpu_waits_for_the_weights_of_a_drafter_on_a_gpu(
+    targets: list[Target], references: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made:
+        """An event of a GPU."""
+
+        def synchronize(self) -> None:
+            weights.fill_(1.0)
+
+    weights = torch.zeros(3)
+    measured = torch.nn.Linear(3, 1, bias=False)
+    made = Evaluator(CONFIG, targets[0], cast("Drafter", measured), references, lambda kind, **values: None)
+    copied = evaluator.Copied(2, {"weight": weights.view(1, 3)}, cast("torch.cuda.Event", Made()))
+    monkeypatch.setattr(evaluate, "measure", lambda *given: Evaluation([], [], [], []))
+    monitor = cast("Monitor", SimpleNamespace(now=lambda state: None, count=lambda tokens: None))
+    monkeypatch.setattr(made, "_take", iter([copied, None]).__next__)
+    made.run(monitor)
+    assert measured.weight.tolist() == [[1.0, 1.0, 1.0]]
 
 
 def test_a_newer_copy_takes_the_place_of_one_that_waits_and_the_last_is_measured(
@@ -210,6 +245,29 @@ def test_a_stop_ends_an_evaluation_before_its_next_pass_and_says_what_was_not_me
     assert lines == [{"kind": "evaluation_skipped", "step": step, "newer": None} for step in (2, 4)]
 
 
+def test_a_copy_of_a_step_that_is_complete_only_after_the_stop_is_said_to_be_skipped(
+    targets: list[Target], references: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that has begun is completed: its step may be due when the evaluation's thread has ended."""
+    training, _, lines = prepared(targets, references, replace(CONFIG, eval_every=4))
+    ended, run = threading.Event(), Evaluator.run
+
+    def running(self: Evaluator, monitor: Monitor) -> None:
+        try:
+            run(self, monitor)
+        finally:
+            ended.set()
+
+    def report(step: int, numbers: train.Numbers) -> None:
+        if step == 3:  # just before its copy is offered
+            training.crew.stop()
+            assert ended.wait(60)
+
+    monkeypatch.setattr(Evaluator, "run", running)
+    training.run(report)
+    assert lines == [{"kind": "evaluation_skipped", "step": 4, "newer": None}]
+
+
 def test_one_that_waits_for_weights_is_stopped(targets: list[Target], references: list[Reference]) -> None:
     training, made, lines = prepared(targets, references)
     made.stop()
@@ -226,11 +284,13 @@ def test_a_fault_in_the_evaluation_ends_training_with_that_error(
         raise ArithmeticError("injected")
 
     monkeypatch.setattr(DFlashProposer, "propose", fail)
-    training, _, lines = prepared(targets, references, replace(CONFIG, steps=100_000))
+    training, made, lines = prepared(targets, references, replace(CONFIG, steps=100_000))
     with pytest.raises(WorkerError, match="'evaluation' failed: ArithmeticError: injected") as caught:
         training.run(nothing)
     assert caught.value.still_running == []
-    assert lines == []
+    assert {line["kind"] for line in lines} == {"evaluation_skipped"}
+    # Whatever the threads' order, each step that was due has one line.
+    assert sorted(line["step"] for line in lines) == list(filter(made.is_due, range(training.step + 1)))
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, range(1, 8)), (3, (3, 6)), (8, ()), (0, ())])

@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib", reason="the example's plots")
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
 import demo
+from checkpoints import NOT_IN_CONTRACT
 from tests.dflash.conftest import EXAMPLE
 
 SOURCE = re.compile(r"paper|equation|section|Figure|A\.\d")
@@ -99,6 +100,19 @@ def test_the_options_of_a_command_go_together(line: str) -> None:
     arguments = shlex.split(line)[2:]
     if "mine.toml" not in arguments:  # the reader's own
         demo.command_line(arguments)
+
+
+def test_every_file_is_in_the_table() -> None:
+    table = (EXAMPLE / "README.md").read_text().split("## Files")[1].split("\n\n")[1]
+    files = re.findall(r"`(\w+\.py)`", "".join(row.split("|")[1] for row in table.splitlines()))
+    assert sorted(files) == sorted(path.name for path in EXAMPLE.glob("*.py"))
+
+
+def test_what_may_change_at_a_resume_is_named() -> None:
+    said = (EXAMPLE / "README.md").read_text().split("**What may change:**")[1].split("\n- **")[0]
+    places, evaluation = {"target", "text", "data", "cache"}, {n for n in NOT_IN_CONTRACT if n.startswith("eval_")}
+    options = {name.replace("-", "_") for name in re.findall(r"`--([\w-]+)`", said)}
+    assert options == NOT_IN_CONTRACT - places - evaluation
 
 
 def test_every_kind_of_metric_is_in_the_table() -> None:

@@ -230,7 +230,10 @@ class Says:
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
 
-    def forward(self, tokens: Tensor) -> Features:
+    def new_cache(self) -> None:
+        """Have nothing to keep."""
+
+    def forward(self, tokens: Tensor, cache: None) -> Features:
         # What is read after the prompt's last token stands for the logits.
         normed = torch.cat((torch.zeros(tokens.shape[1] - len(self._logits), self._logits.shape[1]), self._logits))
         return Features(normed.unsqueeze(0), normed.unsqueeze(0))

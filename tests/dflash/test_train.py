@@ -6,8 +6,10 @@ import itertools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import optimizer
 import train
 from config import Config
 from loss import BlockLoss
-from pipeline import WorkerError
+from pipeline import OrderedQueue, WorkerError
 from speculative import DFlashProposer, greedy, speculate
 from target import Target
 from tests.dflash.small import SMALL, TEXT
@@ -87,6 +89,23 @@ def test_every_second_answer_is_greedy_however_many_are_made_together(tiny_targe
     assert is_greedy == [index % 2 == 0 for index in range(4 * sequences)]
 
 
+def test_a_target_thread_lets_go_of_work_before_it_makes_more(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a target's GPU would hold two batches of features beside what a pass takes."""
+    make_work, made, held = train.make_work, list[weakref.ref[train.Work]](), list[int]()
+
+    def noted(*given: Any) -> train.Work:
+        held.append(sum(ref() is not None for ref in made))
+        work = make_work(*given)
+        made.append(weakref.ref(work))
+        return work
+
+    monkeypatch.setattr(train, "make_work", noted)
+    run(tiny_target, 1, replace(CONFIG, drafters=1))
+    assert held == [0] * (CONFIG.steps // CONFIG.uses)
+
+
 WORKERS = [f"target-{i}" for i in range(5)] + [f"drafter-{i}" for i in range(3)]
 
 
@@ -94,6 +113,13 @@ WORKERS = [f"target-{i}" for i in range(5)] + [f"drafter-{i}" for i in range(3)]
 def first(tiny_target: Path) -> train.Training:
     """Return training with one target thread and no delays, to compare with."""
     return run(tiny_target, 1)
+
+
+def running_ahead(training: train.Training) -> train.Training:
+    """Let replicas make the next gradients before they complete an update, as on a GPU."""
+    for replica in training.replicas:
+        replica._runs_ahead = True
+    return training
 
 
 def assert_same(training: train.Training, first: train.Training) -> None:
@@ -109,6 +135,58 @@ def test_weights_after_20_steps_are_equal_bit_for_bit_however_many_threads_make_
     tiny_target: Path, first: train.Training, count: int
 ) -> None:
     assert_same(run(tiny_target, count), first)
+
+
+def test_weights_are_equal_bit_for_bit_where_the_next_gradients_are_queued_before_a_step_is_complete(
+    tiny_target: Path, first: train.Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = running_ahead(train.Training(CONFIG, TEXT, targets(tiny_target, 5)))
+    events, reported = list[tuple[str, int]](), list[tuple[int, float, int]]()
+    loss = train.Replica.loss
+
+    def noted(self: train.Replica, work: train.Work, step: int) -> BlockLoss:
+        if self.index == 0:
+            events.append(("gradients", step))
+        return loss(self, work, step)
+
+    def report(step: int, numbers: train.Numbers) -> None:
+        events.append(("complete", step))
+        reported.append((step, numbers["loss"], training.replicas[0].step))
+
+    monkeypatch.setattr(train.Replica, "loss", noted)
+    # Where work has to be waited for, the step is complete before: here all of it is there.
+    monkeypatch.setattr(OrderedQueue, "ready", lambda queue: True)
+    training.run(report)
+    assert_same(training, first)
+    steps = range(CONFIG.steps)
+    assert reported == [(step, training.replicas[0].losses[step], step + 1) for step in steps]
+    assert [events.index(("complete", step)) - events.index(("gradients", step)) for step in steps[:-1]] == [
+        2,
+        *[3] * 18,
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_threads_train_as_one_thread_does_that_waits_for_the_device(tiny_target: Path, device: str) -> None:
+    config = replace(CONFIG, device=device, answers="data", attention="dense", steps=8)
+    on_device = [Target(tiny_target, (0, 2, 3), torch.device(device)) for _ in range(5)]
+    training, reported = train.Training(config, TEXT, on_device), list[float]()
+    training.run(lambda step, numbers: reported.append(numbers["loss"]))
+
+    replicas, losses = train.Training(config, TEXT, on_device).replicas, list[float]()
+    for step in range(config.steps):
+        works = [train.make_work(config, TEXT, on_device[0], step // config.uses, r.index) for r in replicas]
+        made = [r.gradients(work, step).loss.item() for r, work in zip(replicas, works, strict=True)]
+        losses.append(sum(made) / len(made))
+        gradients = [[p.grad for p in r._optimizers.parameters if p.grad is not None] for r in replicas]
+        for replica in replicas:
+            means = train.mean_gradients(gradients, torch.device(device))
+            for parameter, mean in zip(replica._optimizers.parameters, means, strict=True):
+                parameter.grad = mean
+            replica._optimizers.step()
+    assert training.losses == (losses if device == "cpu" else pytest.approx(losses, rel=1e-4))
+    assert reported == training.replicas[0].losses
+    assert train.largest_difference(training.drafters) == 0.0
 
 
 @pytest.mark.parametrize("late", WORKERS)
@@ -236,20 +314,23 @@ def threads_end() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_end")
+@pytest.mark.parametrize("ahead", [False, True], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize("worker", WORKERS)
 def test_a_fault_in_any_thread_ends_training_in_time_with_that_error(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, worker: str
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, worker: str, ahead: bool
 ) -> None:
     call = 0 if worker.startswith("target") else 3
     monkeypatch.setattr(train, "make_work", breaking(worker, call, train.make_work))
     monkeypatch.setattr(train.Replica, "loss", breaking(worker, call, train.Replica.loss))
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
+    if ahead:
+        running_ahead(training)
     with pytest.raises(WorkerError, match=f"'{worker}' failed: ArithmeticError: injected") as caught:
         training.run(lambda step, numbers: None)
     assert caught.value.still_running == []
-    replica = training.at_rest()
-    assert replica is not None
-    assert replica.losses == training.replicas[0].losses[: len(replica.losses)]
+    assert all(replica.whole for replica in training.replicas)
+    assert len({replica.step for replica in training.replicas}) == 1
+    assert train.largest_difference(training.drafters) == 0.0
 
 
 @pytest.mark.usefixtures("threads_end")
@@ -271,6 +352,7 @@ def test_a_fault_in_any_part_of_a_step_ends_training(
 
 
 @pytest.mark.usefixtures("threads_end")
+@pytest.mark.parametrize("ahead", [False, True], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize(
     ("spoil", "says", "whole"),
     [
@@ -280,7 +362,12 @@ def test_a_fault_in_any_part_of_a_step_ends_training(
     ],
 )
 def test_training_that_diverges_ends_before_anything_of_it_can_be_saved(
-    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor], Tensor], says: str, whole: list[bool]
+    tiny_target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Tensor], Tensor],
+    says: str,
+    whole: list[bool],
+    ahead: bool,
 ) -> None:
     original, calls, steps = train.Replica.loss, itertools.count(), list[int]()
 
@@ -290,6 +377,8 @@ def test_training_that_diverges_ends_before_anything_of_it_can_be_saved(
 
     monkeypatch.setattr(train.Replica, "loss", loss)
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
+    if ahead:
+        running_ahead(training)
     with pytest.raises(WorkerError, match=f"FloatingPointError: training diverged at step 3: .*{says}"):
         training.run(lambda step, numbers: steps.append(step))
     assert [replica.whole for replica in training.replicas] == whole
@@ -318,6 +407,41 @@ def test_an_interrupt_while_threads_are_started_ends_those_that_run(
     with pytest.raises(KeyboardInterrupt):
         training.run(lambda step, numbers: None)
     assert training.crew.running() == []
+
+
+@pytest.mark.usefixtures("threads_end")
+def test_a_step_is_not_lost_where_the_next_gradients_take_longer_than_an_end_waits_for(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads are left behind, inside passes after the first update, as in long passes on a CPU."""
+    loss, inside, go_on = train.Replica.loss, threading.Barrier(4), threading.Event()
+
+    def long(self: train.Replica, work: train.Work, step: int) -> BlockLoss:
+        if step == 1:
+            inside.wait(60)
+            assert go_on.wait(60)
+        return loss(self, work, step)
+
+    def interrupt() -> None:
+        inside.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.Replica, "loss", long)
+    training, reported = train.Training(CONFIG, TEXT, targets(tiny_target, 5)), list[int]()
+    monkeypatch.setattr(training.crew, "end", partial(training.crew.end, grace=0.0))
+    with pytest.raises(KeyboardInterrupt):
+        training.run(lambda step, numbers: reported.append(step), interrupt)
+    replica = training.at_rest()
+    try:
+        assert replica is not None
+        assert (replica.step, reported) == (1, [0])
+        saved = {name: weight.clone() for name, weight in replica.drafter.state_dict().items()}
+    finally:
+        go_on.set()
+        for member in training.crew._members:
+            member.thread.join(60)
+    assert [other.step for other in training.replicas] == [1, 1, 1]
+    assert all(torch.equal(saved[name], weight) for name, weight in replica.drafter.state_dict().items())
 
 
 # Norms are in float32 under autocast, and torch says that this is not its fastest way.
