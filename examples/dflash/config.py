@@ -165,6 +165,15 @@ class Config:
     save_every: int = _option(45, "steps between two checkpoints", at_least=1)
     queue_depth: int = _option(2, "batches of work that wait for one replica at most", at_least=1)
 
+    node_timeout: float = _option(
+        30.0, "of several nodes: seconds without a sign of life after which one counts as dead, and all end", at_least=5
+    )
+    collective_timeout: float = _option(
+        1800.0,
+        "of several nodes: seconds that one that is alive is waited for at most, its compiles and checkpoints included",
+        above=0,
+    )
+
     metrics: tuple[str, ...] = _option(
         (), "where metrics go besides metrics.jsonl: tensorboard, or package.module:factory of your own"
     )
