@@ -367,8 +367,8 @@ class Run:
             self._train(targets, None)
             self._done("training")
             # Node 0 evaluates; what comes of it is the end of all, so that torchrun starts all again or none.
-            failed_there: list[str] = members.gather("failed checks", None)[0]
-            return failed_there
+            failed: list[str] = members.gather("failed checks", None)[0]
+            return failed
         references = evaluate.references(config, self._held_out, judge)
         self._done("references")
         untrained = train.new_drafter(config, judge.shape, len(self.taps), judge.device)
@@ -715,12 +715,12 @@ def _main(arguments: list[str]) -> int:
         if run is not None and (left := run.left_behind()):
             print(f"{members.prefix}left behind: {', '.join(left)}", file=sys.stderr, flush=True)
     members.leave()
-    if members.rank:
-        return 1 if failed else 0
-    for failure in failed:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    print(f"{'failed' if failed else 'all checks passed'}; results are in {run.folder.path}")
-    return 1 if failed else 0
+    if members.rank == 0:
+        for failure in failed:
+            print(f"FAILED: {failure}", file=sys.stderr)
+        print(f"{'failed' if failed else 'all checks passed'}; results are in {run.folder.path}")
+    # torchrun would only start a run again that is complete.
+    return 1 if failed and not members.restarts else 0
 
 
 def leave(code: int) -> None:

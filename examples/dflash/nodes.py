@@ -211,11 +211,12 @@ class Connected(Nodes):
         self._asking: float | None = None  # since when the thread of signs of life waits for the store
         self._waits = 0
         self._wait: _Wait | None = None
-        session = _meet(connect(), rank, count, self._limit)
+        starts = 1.5 * self._silence  # nodes that nobody has heard of yet
+        session = _meet(connect(), rank, count, starts)
         # A client answers one thread at a time: signs of life must not wait for those who wait.
         self._store, self._own_store = (PrefixStore(session, connect()) for _ in range(2))
         self._own_store.set(f"alive/{rank}", self._sign())
-        self.gather("alive", None, self._limit)
+        self.gather("alive", None, starts)
         threading.Thread(target=self._watch, name="nodes", daemon=True).start()
         dist.init_process_group(
             backend,
@@ -438,6 +439,7 @@ def _meet(store: Store, rank: int, count: int, limit: float) -> str:
     own, since = uuid.uuid4().hex, time.monotonic()
     here, agreed = ([f"{what}/{each}" for each in range(count)] for what in ("here", "agreed"))
     store.set(here[rank], own)
+    name = ""
     while time.monotonic() - since < limit:
         if rank == 0 and store.check(here):
             store.set("session", b"/".join(store.multi_get(here)).decode())
@@ -446,11 +448,15 @@ def _meet(store: Store, rank: int, count: int, limit: float) -> str:
             if session.split("/")[rank] == own:
                 name = hashlib.sha256(session.encode()).hexdigest()
                 store.set(agreed[rank], name)
-                if store.check(agreed) and {each.decode() for each in store.multi_get(agreed)} == {name}:
+                if all(store.check([key]) and store.get(key).decode() == name for key in agreed):
                     return name
         time.sleep(0.05)
-    missing = [str(each) for each, key in enumerate(here) if not store.check([key])]
+    missing = [str(each) for each, key in enumerate(here) if not store.check([key])] or [
+        str(each)
+        for each, key in enumerate(agreed)
+        if name and not (store.check([key]) and store.get(key).decode() == name)
+    ]
     raise NodeError(
-        f"node {rank} has waited {limit:g} s for all {count} to start"
-        + (f", and these did not: {', '.join(missing)}" if missing else ", and not all agreed on who is there")
+        f"node {rank} has waited {limit:g} s for all {count} nodes to start, without node {' and '.join(missing or ['0'])}: it was killed, or "
+        "starts slowly, for which node_timeout can be raised"
     )

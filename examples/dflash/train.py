@@ -111,7 +111,6 @@ def make_work(
     item: int,
     replica: int,
     check: Callable[[], None] = lambda: None,
-    *,
     replicas: int | None = None,
 ) -> Work:
     """Make the work of one item and replica, which depends on nothing but the seed and these two numbers.
@@ -191,7 +190,7 @@ def produce(
         for item, replica in tickets:
             monitor.now("answers")
             check = queues[replica].check
-            work = make_work(config, source, target, item, before + replica, check, replicas=all_replicas)
+            work = make_work(config, source, target, item, before + replica, check, all_replicas)
             hand_over(work, item, queues[replica], to[replica], monitor)
 
 
