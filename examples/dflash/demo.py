@@ -687,6 +687,8 @@ def _main(arguments: list[str]) -> int:
             print(f"\n{members.prefix}ending; once more stops at once, without saving", file=sys.stderr, flush=True)
             saved = "all there is was saved" if run.end("interrupted") else "not all there is could be saved"
             print(f"{members.prefix}interrupted; {saved} to {run.folder.path}, --resume goes on", file=sys.stderr)
+            if reason := members.why():
+                print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
             members.leave()
             return interrupt.code
         except Exception as error:
@@ -709,7 +711,10 @@ def _main(arguments: list[str]) -> int:
         return 1
     except Interrupted as interrupt:  # before there was anything to save
         print(f"\n{members.prefix}interrupted", file=sys.stderr)
-        members.leave("it was interrupted")
+        members.ending("it was interrupted")
+        if reason := members.why():
+            print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
+        members.leave()
         return interrupt.code
     finally:
         if run is not None and (left := run.left_behind()):

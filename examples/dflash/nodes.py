@@ -34,6 +34,9 @@ from safecompile import fx_trace_lock
 BEAT = 1.0
 """Seconds between two signs of life of a node."""
 
+_SILENT = 3.5 * BEAT
+"""Seconds of silence that are told where there is another reason to end."""
+
 GRACE = 15.0
 """Seconds that the main thread has to hear that another node has ended; then the process ends without it."""
 
@@ -106,6 +109,10 @@ class Nodes:
 
     def check(self) -> None:
         """Raise `NodeError` if another node has ended or is silent."""
+
+    def why(self) -> str | None:
+        """Return what has happened to other nodes that this one may be ended for from outside, if anything, after some seconds at most."""
+        return None
 
     def stop(self) -> None:
         """End every wait for other nodes, now and later, with `Stopped`."""
@@ -297,6 +304,15 @@ class Connected(Nodes):
         if self._failure is not None:
             raise NodeError(self._failure)
 
+    def why(self) -> str | None:
+        """See `Nodes`. A torchrun that loses those of other machines ends its processes at once, and does not know which process died."""
+        until = time.monotonic() + _SILENT + 2 * BEAT
+        while time.monotonic() < until and not (why := self._failure or self._silent(_SILENT)):
+            if all(said["ended"] for rank, said in self._said.items() if rank != self.rank):
+                return None  # ended from outside like this one
+            time.sleep(0.1)
+        return why
+
     def stop(self) -> None:
         """See `Nodes`."""
         self._stopped = True
@@ -309,6 +325,8 @@ class Connected(Nodes):
     def leave(self, error: str | None = None) -> None:
         """See `Nodes`."""
         self._ended = self._ended or error or ""
+        if self._ended and self.rank == 0:
+            time.sleep(3 * BEAT)  # torchrun's store goes when it ends node 0, and the others are to learn why
         self._left.set()
         try:
             self._own_store.set(f"alive/{self.rank}", self._sign())
@@ -381,7 +399,10 @@ class Connected(Nodes):
                 self._asking = None
                 self._look([json.loads(each) for each in said])
             except RuntimeError as error:
-                self._fail(f"torchrun's store does not answer, so node 0's machine or its torchrun has ended ({error})")
+                silent = self._silent(_SILENT) or "node 0's machine or its torchrun has ended"
+                self._fail(
+                    f"{silent}; torchrun's store, which is there, does not answer ({str(error).splitlines()[0]})"
+                )
             except Exception as error:  # nobody would notice the end of this thread
                 self._fail(f"node {self.rank} cannot watch the others: {error!r}")
             if self._failure and not self._ending and time.monotonic() - self._failed > GRACE:
@@ -400,18 +421,27 @@ class Connected(Nodes):
         if self._ending:
             return
         for rank, sign in enumerate(said):
-            if rank == self.rank or sign["ended"] == "":
-                continue
-            if sign["ended"]:
+            if rank != self.rank and sign["ended"]:
                 self._fail(f"node {rank} ({sign['who']}) has ended: {sign['ended']}")
-            elif now - self._heard[rank] > self._silence:
-                self._fail(
-                    f"node {rank} ({sign['who']}) has not been heard of for {now - self._heard[rank]:.0f} s, it was killed or "
-                    f"is cut off; the last it said was: {sign['doing']}"
-                )
+        if silent := self._silent(self._silence):
+            self._fail(silent)
         wait = self._wait
         if wait and wait.limit is not None and now - wait.since > wait.limit and not wait.over():
             self._fail(self._too_long(wait, [rank for rank, sign in enumerate(said) if sign["waits"] < wait.number]))
+
+    def _silent(self, seconds: float) -> str | None:
+        """Say which nodes had not been heard of for so long when the store last answered, though they have not ended."""
+        silent = {
+            rank: self._looked - self._heard[rank]
+            for rank, sign in self._said.items()
+            if rank != self.rank and sign["ended"] is None and self._looked - self._heard[rank] > seconds
+        }
+        said = [
+            f"node {rank} ({self._said[rank]['who']}) has not been heard of for {since:.0f} s, it was killed or is cut off; the last it said "
+            f"was: {self._said[rank]['doing']}"
+            for rank, since in silent.items()
+        ]
+        return "; ".join(said) or None
 
     def _too_long(self, wait: _Wait, missing: Sequence[int]) -> str:
         unknown = {"who": "never heard of", "doing": "starts"}
@@ -424,7 +454,7 @@ class Connected(Nodes):
         )
 
     def _fail(self, text: str) -> None:
-        if self._failure is None and not self._ending:
+        if self._failure is None:
             self._failed = time.monotonic()
             self._failure = text
             self._ended = self._ended or text

@@ -164,7 +164,8 @@ def main(arguments: list[str]) -> None:
                     assert job.wait(WITHIN), job.said()
                     for each, output in enumerate(job.outputs):
                         lines = [line for line in output.read_text().splitlines() if ": stopped: " in line]
-                        named = any(f"node {rank} (" in line or f"without node {rank}:" in line for line in lines)
+                        names = [f"node {rank} (", f"without node {rank}:", f"node {rank}'s machine or its torchrun"]
+                        named = any(name in line for line in lines for name in names)
                         assert each == where or named, output.read_text()
                     job = start(folder, restarts)
             got = results(folder, given.steps)

@@ -42,7 +42,7 @@ def slow(module: Any, inputs: list[torch.Tensor]) -> Any:
     return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
 
-torch._dynamo.register_backend(slow, name="slow")  # type: ignore[no-untyped-call]
+torch._dynamo.register_backend(slow, name="slow")
 backend.BACKEND = "slow"
 
 import demo  # noqa: E402  # its functions take the backend when they are defined
@@ -90,7 +90,7 @@ if FAULTS.get("no_offset"):
         make(self, *args)
         self.number = self.index
 
-    train.Replica.__init__ = unnumbered  # type: ignore[method-assign]
+    train.Replica.__init__ = unnumbered  # type: ignore[method-assign,assignment]
 if FAULTS.get("forgets_optimizer") == RANK:
     restore = train.Replica.restore
 

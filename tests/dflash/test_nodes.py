@@ -7,19 +7,30 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch has no list of what it exports there
 
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 pytest.importorskip("rich", reason="the example's display")
 pytest.importorskip("matplotlib", reason="the example's plots")
 
+import demo
+import nodes
 from checkpoints import MODEL, OPTIMIZER, by_step
+from config import Config, ConfigError
+from nodes import Connected, NodeError
 from run_folder import CHECKPOINTS, METRICS, METRICS_OF_NODE, SUMMARY
+from safecompile import fx_trace_lock
 from tests.dflash.conftest import EXAMPLE
 
 ROOT = Path(__file__).parents[2]
@@ -120,12 +131,6 @@ def steps(folder: Path, node: int = 0) -> list[dict[str, Any]]:
 def largest_difference(one: Path, other: Path) -> float:
     pair = [load_file(by_step(folder / CHECKPOINTS)[-1][1] / MODEL) for folder in (one, other)]
     return max(float((pair[0][name] - pair[1][name]).abs().max()) for name in pair[0])
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
-    """Return folders of runs that were not disturbed, by number of nodes, each made once."""
-    return {}
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -244,3 +249,122 @@ def test_what_one_node_refuses_ends_all_before_any_work(
     ended = start(2, 1, tmp_path / "run", options=options)
     assert says in ended.output
     assert not (tmp_path / "run" / SUMMARY).exists()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connected]:
+    """Return a node of one, in this process, that gives no signs of life."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = HashStore()
+    made = Connected(lambda: store, 0, 1, 0, Config(), "gloo")
+    made._left.set()
+    yield made
+    torch.distributed.destroy_process_group()
+
+
+def test_no_gradient_is_exchanged_inside_a_compile(alone: Connected) -> None:
+    tensor = torch.ones(3)
+    with fx_trace_lock, pytest.raises(RuntimeError, match="the mean would be averaged over the nodes inside a compile"):
+        alone.mean_([tensor], "the mean")
+    alone.mean_([tensor], "the mean")
+    assert torch.equal(tensor, torch.ones(3))
+
+
+def sign(beat: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "beat": beat,
+        "who": "there, process 7",
+        "doing": "trains",
+        "waits": 0,
+        "ended": None,
+        "numbers": {},
+        **changes,
+    }
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time, in a list of one, that nodes go by."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    return now
+
+
+def test_a_node_is_dead_after_a_silence_and_not_before(alone: Connected, clock: list[float]) -> None:
+    for beat in range(100):
+        alone._look([sign(beat), sign(beat)])
+        clock[0] += 1
+    for _ in range(30):
+        alone._look([sign(100), sign(99)])
+        alone.check()
+        clock[0] += 1
+    alone._look([sign(101), sign(99)])
+    with pytest.raises(
+        NodeError, match=r"node 1 \(there, process 7\) has not been heard of for 31 s.* said was: trains"
+    ):
+        alone.check()
+
+
+def test_the_silence_of_others_does_not_count_while_this_process_was_stopped(
+    alone: Connected, clock: list[float]
+) -> None:
+    alone._look([sign(0), sign(0)])
+    clock[0] += 1000
+    alone._look([sign(1), sign(0)])
+    alone.check()
+    for _ in range(31):
+        clock[0] += 1
+        alone._look([sign(1), sign(0)])
+    with pytest.raises(NodeError, match="node 1"):
+        alone.check()
+
+
+@pytest.mark.parametrize(("ended", "raised"), [("the disk is full", True), ("", False), (None, False)])
+def test_a_node_that_has_ended_with_an_error_ends_the_others(alone: Connected, ended: str | None, raised: bool) -> None:
+    alone._look([sign(0), sign(0, ended=ended)])
+    with pytest.raises(NodeError) if raised else nullcontext() as found:
+        alone.check()
+    if found:
+        assert "node 1 (there, process 7) has ended: the disk is full" in str(found.value)
+
+
+def test_a_wait_names_the_nodes_that_have_not_come_to_it(alone: Connected, clock: list[float]) -> None:
+    alone._begin("the mean of gradients", 20)
+    signs = [sign(0, waits=2), sign(0, waits=2), sign(0, waits=1, doing="compiles")]
+    alone._look(signs)
+    alone.check()
+    clock[0] += 21
+    alone._look(signs)
+    with pytest.raises(
+        NodeError, match=r"'MainThread' of node 0 has waited 21 s for the mean of gradients, without node 2 \("
+    ) as raised:
+        alone.check()
+    assert "node 1 (" not in str(raised.value)
+
+
+def test_processes_that_are_started_again_agree_on_a_new_name_in_the_old_store() -> None:
+    store = HashStore()
+    names: list[list[str]] = [[], []]
+    for found in names:
+        threads = [
+            threading.Thread(
+                target=lambda rank, found: found.append(nodes._meet(store, rank, 3, 60)), args=(rank, found)
+            )
+            for rank in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [len(found) for found in names] == [3, 3]
+    assert [len(set(found)) for found in names] == [1, 1]
+    assert names[0][0] != names[1][0]
+    # With the keys of those before in the store, one that does not come is still missed.
+    with pytest.raises(NodeError, match=r"for all 3 nodes to start, without node 1 and 2"):
+        nodes._meet(store, 0, 3, 0.2)
+
+
+def test_torchrun_starts_again_with_resume_only() -> None:
+    restarted = nodes.Nodes(restarts=3)
+    with pytest.raises(ConfigError, match="--restart with torchrun's --max-restarts would throw away"):
+        demo.prepare(Config(), Path("nowhere"), "restart", restarted)
