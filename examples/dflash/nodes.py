@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+import devices
 from checkpoints import Snapshot
 from config import Config, ConfigError
 from pipeline import Stopped
@@ -166,6 +167,14 @@ def join(config: Config) -> Nodes:
     return Connected(connect, rank, count, restarts, config, "cpu:gloo,cuda:nccl" if cuda else "gloo")
 
 
+def _yes() -> bool:
+    return True
+
+
+def _no() -> bool:
+    return False
+
+
 @dataclass
 class _Wait:
     """A wait for all nodes.
@@ -174,7 +183,7 @@ class _Wait:
         number: of all such waits so far, the same on all nodes.
         what: they wait for.
         limit: seconds until a node that is alive counts as missing; None for never.
-        works: of torch.distributed, all of them once ``begun``.
+        over: whether it is, on the device, too.
     """
 
     number: int
@@ -182,11 +191,7 @@ class _Wait:
     limit: float | None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
     since: float = field(default_factory=time.monotonic)
-    works: list[Any] = field(default_factory=list)
-    begun: bool = False
-
-    def over(self) -> bool:
-        return self.begun and all(work.is_completed() for work in self.works)
+    over: Callable[[], bool] = _no
 
 
 class Connected(Nodes):
@@ -249,7 +254,7 @@ class Connected(Nodes):
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise NodeError(self._too_long(wait, missing))
             time.sleep(0.02)
-        wait.begun = True
+        wait.over = _yes
         return [json.loads(gathered) for gathered in self._store.multi_get(keys)]
 
     def mean_(self, tensors: Sequence[Tensor], what: str) -> None:
@@ -258,7 +263,7 @@ class Connected(Nodes):
             raise RuntimeError(
                 f"{what} would be averaged over the nodes inside a compile, which other nodes may not make: that must not be"
             )
-        self._together(what, (dist.all_reduce(tensor, async_op=True) for tensor in tensors))
+        self._together(what, tensors[0].device, (dist.all_reduce(tensor, async_op=True) for tensor in tensors))
         for tensor in tensors:
             tensor.div_(self.count)
 
@@ -287,7 +292,9 @@ class Connected(Nodes):
             for mine, part in zip((snapshot.weights, snapshot.optimizer), named, strict=True)
             for name in part
         ]
-        self._together("the checkpoint", (dist.broadcast(tensor, 0, async_op=True) for tensor in tensors))
+        self._together(
+            "the checkpoint", torch.device("cpu"), (dist.broadcast(tensor, 0, async_op=True) for tensor in tensors)
+        )
         return snapshot
 
     def others(self) -> dict[int, dict[str, Any]]:
@@ -335,20 +342,19 @@ class Connected(Nodes):
         if not self._ended:
             dist.destroy_process_group()
 
-    def _together(self, what: str, operations: Iterable[Any]) -> None:
+    def _together(self, what: str, device: torch.device, operations: Iterable[Any]) -> None:
         """Begin operations of torch.distributed, one after the other, and wait for all; on GPUs the stream waits."""
         wait = self._begin(what, self._limit)
         try:
-            for work in operations:
-                wait.works.append(work)
-            wait.begun = True
-            for work in wait.works:
-                # NCCL's are done once queued, and `_watch` looks at the devices.
+            for work in list(operations):
+                # NCCL's are ready once they are queued; `_watch` looks whether the device comes to their end.
                 ready = threading.Event()
                 work.get_future().add_done_callback(lambda _, ready=ready: ready.set())
                 while not ready.wait(0.1):
                     self._still_wanted()
                 work.wait()
+            mark = devices.mark(device)
+            wait.over = _yes if mark is None else mark.query
         except RuntimeError as error:
             if isinstance(error, NodeError):
                 raise
@@ -398,7 +404,7 @@ class Connected(Nodes):
                 said = self._own_store.multi_get([f"alive/{rank}" for rank in range(self.count)])
                 self._asking = None
                 self._look([json.loads(each) for each in said])
-            except RuntimeError as error:
+            except dist.DistError as error:
                 silent = self._silent(_SILENT) or "node 0's machine or its torchrun has ended"
                 self._fail(
                     f"{silent}; torchrun's store, which is there, does not answer ({str(error).splitlines()[0]})"

@@ -668,7 +668,7 @@ class Training:
 
     def doing(self) -> str:
         """Return what the threads do, for other nodes."""
-        threads = ", ".join(f"{name} {thread.state}" for name, thread in self.monitor.threads.items())
+        threads = ", ".join(f"{name} {thread.state}" for name, thread in list(self.monitor.threads.items()))
         return f"has made {self.step} steps: {threads}"
 
     def numbers(self) -> dict[str, Any]:
@@ -718,7 +718,8 @@ class Training:
         if self._started is None:
             return 0.0
         now = self._ended or time.monotonic()
-        threads = [t for name, t in self.monitor.threads.items() if name.startswith("drafter")]
+        # A copy: other threads ask while this one adds threads.
+        threads = [t for name, t in list(self.monitor.threads.items()) if name.startswith("drafter")]
         return self.tokens / max(1e-9, max((t.ended or now for t in threads), default=now) - self._started)
 
     def at_rest(self) -> Replica | None:

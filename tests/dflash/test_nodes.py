@@ -39,7 +39,7 @@ LIMIT = 300.0
 STEPS, SAVE_EVERY = 8, 3
 OPTIONS = (
     "--device cpu --taps 0,2,3 --layers 1 --block-size 4 --prompt-length 8 --response-length 8 --sequences 4 --uses 2 --batch 2 "
-    "--anchors 4 --chunk-blocks 2 --targets 1 --eval-prompts 1 --eval-prompt-length 8 --eval-new-tokens 8 --node-timeout 5 "
+    "--anchors 4 --chunk-blocks 2 --targets 1 --eval-prompts 1 --eval-prompt-length 8 --eval-new-tokens 8 --node-timeout 20 "
     f"--steps {STEPS} --save-every {SAVE_EVERY}"
 ).split()
 
