@@ -328,6 +328,7 @@ class Run:
         }
         self._console = Console()
         self._stage_started = self._started = time.monotonic()
+        self._differs = False  # the nodes' weights, which are then not saved
         self._saving = threading.RLock()
         self._saved_step = self._checkpoint.step if self._checkpoint else 0  # guarded by _saving
 
@@ -416,7 +417,7 @@ class Run:
         written = True
         if self.nodes.rank:
             return written  # node 0 saves what is to be saved, and its weights are this node's
-        if self.training and status != "complete" and (replica := self.training.at_rest()):
+        if self.training and status != "complete" and not self._differs and (replica := self.training.at_rest()):
             try:
                 self._save(replica)
             except _NOT_WRITTEN as error:
@@ -506,9 +507,10 @@ class Run:
         of_all = members.gather(what, nodes.fingerprints(replica.drafter), self.config.collective_timeout)
         for rank, found in enumerate(of_all):
             if other := [name for name in found if found[name] != of_all[0][name]]:
+                self._differs = True
                 raise NodeError(
-                    f"{what} are not the same on nodes 0 and {rank} ({', '.join(other)}), so their machines do not compute alike: "
-                    "use machines of one kind; the last checkpoint is from before that or from node 0 alone"
+                    f"{what} are not the same on nodes 0 and {rank} ({len(other)} of {len(found)} parameters, {other[0]} first), so their "
+                    "machines do not compute alike, and are not saved: use machines of one kind"
                 )
 
     def _compiled_by_one_thread(self, training: train.Training, target: Target) -> int | None:

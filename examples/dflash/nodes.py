@@ -223,12 +223,11 @@ class Connected(Nodes):
         self._asking: float | None = None  # since when the thread of signs of life waits for the store
         self._waits = 0
         self._wait: _Wait | None = None
-        starts = 1.5 * self._silence  # nodes that nobody has heard of yet
-        session = _meet(connect(), rank, count, starts)
+        session = _meet(connect(), rank, count, self._silence)
         # A client answers one thread at a time: signs of life must not wait for those who wait.
         self._store, self._own_store = (PrefixStore(session, connect()) for _ in range(2))
         self._own_store.set(f"alive/{rank}", self._sign())
-        self.gather("alive", None, starts)
+        self.gather("alive", None, self._silence)
         threading.Thread(target=self._watch, name="nodes", daemon=True).start()
         dist.init_process_group(
             backend,

@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> None:
                 if restarts == 0:
                     assert job.wait(WITHIN), job.said()
                     for each, output in enumerate(job.outputs):
-                        lines = [line for line in output.read_text().splitlines() if ": stopped: " in line]
+                        lines = [line for line in output.read_text().splitlines() if "stopped: " in line]
                         names = [f"node {rank} (", f"without node {rank}:", f"node {rank}'s machine or its torchrun"]
                         named = any(name in line for line in lines for name in names)
                         assert each == where or named, output.read_text()

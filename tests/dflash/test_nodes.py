@@ -33,6 +33,8 @@ from run_folder import CHECKPOINTS, METRICS, METRICS_OF_NODE, SUMMARY
 from safecompile import fx_trace_lock
 from tests.dflash.conftest import EXAMPLE
 
+pytestmark = pytest.mark.hang_timeout(1200)  # several runs of several processes each, on whatever cores are left
+
 ROOT = Path(__file__).parents[2]
 LIMIT = 300.0
 """Seconds after which a run counts as hung; the errors that are asked for come far sooner."""
