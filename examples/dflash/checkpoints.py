@@ -47,6 +47,8 @@ NOT_IN_CONTRACT = frozenset(
             "targets",
             "queue_depth",
             "save_every",
+            "node_timeout",
+            "collective_timeout",
             "metrics",
             "trust_remote_code",
         ),
@@ -98,13 +100,14 @@ class Checkpoint:
         return Snapshot(self.step, load_file(self.path / MODEL), load_file(self.path / OPTIMIZER))
 
 
-def contract(config: Config, source: Source, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def contract(config: Config, source: Source, drawn: Mapping[str, Any] | None = None, nodes: int = 1) -> dict[str, Any]:
     """Return what must be the same at a resume, in JSON's types.
 
     Args:
         config: the options; the target's files are looked at.
         source: what the run is trained on, as token ids, which the target's tokenizer is in, too.
         drawn: see `cache.Cache.drawn`; None for a run whose targets make the work.
+        nodes: how many train together.
     """
     options = {name: value for name, value in config.as_json().items() if name not in NOT_IN_CONTRACT}
     return {
@@ -112,6 +115,7 @@ def contract(config: Config, source: Source, drawn: Mapping[str, Any] | None = N
         "target": target_fingerprint(config.target),
         "text": data.digest(source),
         "cache": None if drawn is None else dict(drawn),
+        **({"nodes": nodes} if nodes > 1 else {}),
     }
 
 
@@ -157,13 +161,15 @@ class Checkpoints:
         folder: theirs alone; made by the first `save`.
         config: the run's options.
         source: what it is trained on.
-        drawn: see `contract`.
+        drawn, nodes: see `contract`.
     """
 
-    def __init__(self, folder: Path, config: Config, source: Source, drawn: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Config, source: Source, drawn: Mapping[str, Any] | None = None, nodes: int = 1
+    ) -> None:
         self.folder = folder
         self._uses = config.uses
-        self._contract = contract(config, source, drawn)
+        self._contract = contract(config, source, drawn, nodes)
         self._environment = environment(config)
 
     def resumable(self) -> Checkpoint | None:
@@ -179,7 +185,11 @@ class Checkpoints:
             except Exception as error:  # whatever is wrong with the files
                 notes.append(f"checkpoint {path} cannot be read, an older one is looked for ({error})")
                 continue
-            self._compare(path, state["contract"])
+            if differences := differing(state["contract"], self._contract):
+                raise ConfigError(
+                    f"checkpoint {path} cannot be resumed like this: {'; '.join(differences)}: "
+                    "make them the same, or name another folder with --run"
+                )
             for name, here in self._environment.items():
                 if (there := state["environment"].get(name)) != here:
                     notes.append(
@@ -258,22 +268,20 @@ class Checkpoints:
                     raise ValueError(f"{name} is of step {behind}")
         return state
 
-    def _compare(self, path: Path, there: Mapping[str, Any]) -> None:
-        differences = [
-            f"{name} is {before!r} there and {now!r} here"
-            for name in sorted(there["options"].keys() | self._contract["options"].keys())
-            if (before := there["options"].get(name)) != (now := self._contract["options"].get(name))
-        ]
-        differences += [
-            f"the {what} is another one" for what in ("target", "text") if there[what] != self._contract[what]
-        ]
-        if (before := there.get("cache")) != (now := self._contract["cache"]):
-            differences.append(f"the cache was drawn by {before} there and by {now} here")
-        if differences:
-            raise ConfigError(
-                f"checkpoint {path} cannot be resumed like this: {'; '.join(differences)}: "
-                "make them the same, or name another folder with --run"
-            )
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return in which ways two contracts differ, none if they are the same."""
+    differences = [
+        f"{name} is {before!r} there and {now!r} here"
+        for name in sorted(there["options"].keys() | here["options"].keys())
+        if (before := there["options"].get(name)) != (now := here["options"].get(name))
+    ]
+    differences += [f"the {what} is another one" for what in ("target", "text") if there[what] != here[what]]
+    if (before := there.get("cache")) != (now := here["cache"]):
+        differences.append(f"the cache was drawn by {before} there and by {now} here")
+    if (before := there.get("nodes", 1)) != (now := here.get("nodes", 1)):
+        differences.append(f"nodes are {before} there and {now} here")
+    return differences
 
 
 def by_step(folder: Path) -> list[tuple[int, Path]]:

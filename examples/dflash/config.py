@@ -16,6 +16,8 @@ import torch
 from loss import Gradient
 from optimizer import OptimizerName
 
+_LEAST_NODE_TIMEOUT = 5.0
+
 BUNDLED_TARGET = Path(__file__).parent / "assets" / "target"
 
 
@@ -165,6 +167,15 @@ class Config:
     save_every: int = _option(45, "steps between two checkpoints", at_least=1)
     queue_depth: int = _option(2, "batches of work that wait for one replica at most", at_least=1)
 
+    node_timeout: float = _option(
+        30.0, "of several nodes: seconds without a sign of life after which one counts as dead, and all end", above=0
+    )
+    collective_timeout: float = _option(
+        1800.0,
+        "of several nodes: seconds that one that is alive is waited for at most, its compiles and checkpoints included",
+        above=0,
+    )
+
     metrics: tuple[str, ...] = _option(
         (), "where metrics go besides metrics.jsonl: tensorboard, or package.module:factory of your own"
     )
@@ -249,6 +260,11 @@ class Config:
         if self.packing and self.compile_target:
             raise ConfigError(
                 "compile_target would compile anew for each number and length of packed conversations: leave out one of them"
+            )
+        if self.node_timeout < _LEAST_NODE_TIMEOUT:
+            raise ConfigError(
+                f"node_timeout is {self.node_timeout}, but signs of life come every second, and later from a busy machine: set it to "
+                f"{_LEAST_NODE_TIMEOUT:g} at least"
             )
         if self.data is not None and self.text is not None:
             raise ConfigError(f"data is {self.data} and text is {self.text}: name one of them")

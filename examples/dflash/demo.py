@@ -34,19 +34,21 @@ import estimate
 import evaluate
 import export
 import metrics
+import nodes
 import options
 import plots
 import recorder
 import train
 from backend import BACKEND, cpp_compiler
-from checkpoints import Checkpoint, Checkpoints
+from checkpoints import Checkpoint, Checkpoints, by_step, contract, differing, environment
 from config import Config, ConfigError
 from data import Conversations, Source
 from display import Display
 from evaluator import Evaluator
 from interrupt import Interrupted, interruptible
+from nodes import ALONE, NodeError, Nodes
 from pipeline import WorkerError
-from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, SUMMARY, RunFolder, Start
+from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, OPTIONS, SUMMARY, RunFolder, Start
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, check_shareable, choose_taps, language_of, read_config, shape_of
 
@@ -84,6 +86,7 @@ class Prepared(NamedTuple):
     checkpoints: Checkpoints
     checkpoint: Checkpoint | None
     cache: cache.Cache | None
+    nodes: Nodes
 
 
 def command_line(arguments: list[str]) -> Command:
@@ -156,19 +159,73 @@ def show_estimate(config: Config, rate: float) -> None:
     estimate.show(estimate.estimate(config, rate=rate), config, Console())
 
 
-def prepare(config: Config, run: Path, start: Start = "fresh") -> Prepared:
+def prepare(config: Config, run: Path, start: Start = "fresh", members: Nodes = ALONE) -> Prepared:
     """Check everything that can be wrong with the options, and read the text or the conversations.
 
     Raises:
         ConfigError: in one sentence that says what to change.
+        NodeError: if another node has ended, as where it has something wrong with its options.
     """
+    if members.restarts and start == "restart":
+        raise ConfigError(
+            "--restart with torchrun's --max-restarts would throw away what was learned at each failure: use --resume, which with "
+            "torchrun begins where there is nothing to go on from"
+        )
     factories = metrics.factories(config.metrics)
     taps, language, train_on, held_out = _checked(config)
     stored = cache.open_complete(config.cache, config, train_on, taps) if config.cache is not None else None
-    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on, stored.drawn if stored else None)
-    checkpoint = checkpoints.resumable() if start == "resume" else None
-    folder = RunFolder(run, config, start, factories)
-    return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored)
+    drawn = stored.drawn if stored else None
+    if members.count > 1:
+        own = {"contract": contract(config, train_on, drawn, members.count), "environment": environment(config)}
+        _check_alike(members.gather("options", own, config.collective_timeout), members.rank)
+    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on, drawn, members.count)
+    if members.rank:
+        checkpoint = _same_start(members, config, run, start, None)
+        folder = RunFolder(run, config, node=members.rank)  # only now: node 0 may have refused it
+    else:
+        checkpoint = checkpoints.resumable() if start == "resume" else None
+        # torchrun starts again with the same command line, and the first time there is nothing to resume.
+        begins = start == "resume" and members.restarts is not None and not (run / OPTIONS).exists()
+        folder = RunFolder(run, config, "fresh" if begins else start, factories)
+        checkpoint = _same_start(members, config, run, start, checkpoint)
+    return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored, members)
+
+
+def _check_alike(prepared: list[dict[str, Any]], rank: int) -> None:
+    """Refuse to train with a node 0 that would train otherwise, given the contract and the environment of each node."""
+    first, own = prepared[0], prepared[rank]
+    differences = differing(first["contract"], own["contract"])
+    differences += [
+        f"{name} is {there} there and {own['environment'][name]} here"
+        for name, there in first["environment"].items()
+        if there != own["environment"][name]
+    ]
+    if differences:
+        raise ConfigError(f"node {rank} differs from node 0: {'; '.join(differences)}: make them the same")
+
+
+def _same_start(
+    members: Nodes, config: Config, run: Path, start: Start, checkpoint: Checkpoint | None
+) -> Checkpoint | None:
+    """Return node 0's checkpoint; on other nodes, which may have no such folder, without notes.
+
+    Raises:
+        ConfigError: if another node has a newer one: torchrun may give a machine another number when it starts again.
+    """
+    if members.count == 1:
+        return checkpoint
+    newest = max((step for step, _ in by_step(run / CHECKPOINTS)), default=0)
+    place = [checkpoint.step, checkpoint.seconds] if checkpoint else None
+    found = members.gather("start", [newest, place], config.collective_timeout)
+    latest = max(range(members.count), key=lambda rank: (found[rank][0], -rank))
+    if start == "resume" and latest:
+        raise ConfigError(
+            f"node {latest} has a checkpoint of step {found[latest][0]} in {run}, and node 0 has none so new: "
+            "put the run folder onto a disk that all nodes share, or copy it to node 0"
+        )
+    if members.rank and (at := found[0][1]):
+        return Checkpoint(run / CHECKPOINTS, at[0], at[1])
+    return checkpoint
 
 
 def make_cache(config: Config, folder: Path) -> None:
@@ -256,7 +313,7 @@ class Run:
 
     def __init__(self, prepared: Prepared) -> None:
         self.config, self.folder, self.taps, self.language = prepared[:4]
-        self._train_on, self._held_out, self._checkpoints, self._checkpoint, self._cache = prepared[4:]
+        self._train_on, self._held_out, self._checkpoints, self._checkpoint, self._cache, self.nodes = prepared[4:]
         self.training: train.Training | None = None
         self.summary: dict[str, Any] = {
             "status": "running",
@@ -271,6 +328,7 @@ class Run:
         }
         self._console = Console()
         self._stage_started = self._started = time.monotonic()
+        self._differs = False  # the nodes' weights, which are then not saved
         self._saving = threading.RLock()
         self._saved_step = self._checkpoint.step if self._checkpoint else 0  # guarded by _saving
 
@@ -279,17 +337,20 @@ class Run:
 
         Raises:
             WorkerError: if a thread failed.
+            NodeError: if another node ended.
         """
-        config = self.config
+        config, members = self.config, self.nodes
+        members.doing = lambda: "loads, or evaluates before training"
         # Eight threads share few cores: operators that split up further only get in each other's way.
         torch.set_num_threads(1)
         if checkpoint := self._checkpoint:
             self.summary["resumed"] = {"step": checkpoint.step, "notes": checkpoint.notes}
             for note in checkpoint.notes:
-                print(f"note: {note}", file=sys.stderr)
+                print(f"{members.prefix}note: {note}", file=sys.stderr)
         self._say(f"resumes at step {checkpoint.step} of {config.steps}" if checkpoint else "begins at step 0")
         makers = f"{config.targets} target" if self._cache is None else f"{config.drafters} reader"
-        self._say(f"{makers} and {config.drafters} drafter threads, torch {torch.__version__}")
+        here = f" on each of {members.count} nodes" if members.count > 1 else ""
+        self._say(f"{makers} and {config.drafters} drafter threads{here}, torch {torch.__version__}")
         self._say(
             f"compiler backend: {BACKEND}"
             + ("" if cpp_compiler() else " (no C++ compiler found, Inductor needs one on CPU)")
@@ -303,6 +364,12 @@ class Run:
         targets = _targets(config, self.taps, self.language, config.targets if self._cache is None else 1)
         judge = targets[0]
         self._done("load")
+        if members.rank:
+            self._train(targets, None)
+            self._done("training")
+            # Node 0 evaluates; what comes of it is the end of all, so that torchrun starts all again or none.
+            failed: list[str] = members.gather("failed checks", None)[0]
+            return failed
         references = evaluate.references(config, self._held_out, judge)
         self._done("references")
         untrained = train.new_drafter(config, judge.shape, len(self.taps), judge.device)
@@ -342,12 +409,15 @@ class Run:
         failed = [failure for failure, passed in self._checks().items() if not passed]
         self.summary["failed_checks"] = failed
         self._print_results()
+        members.gather("failed checks", failed)
         return failed
 
     def end(self, status: str) -> bool:
         """Save what there is to save, and the summary; return whether all of it could be written, and say what could not."""
         written = True
-        if self.training and status != "complete" and (replica := self.training.at_rest()):
+        if self.nodes.rank:
+            return written  # node 0 saves what is to be saved, and its weights are this node's
+        if self.training and status != "complete" and not self._differs and (replica := self.training.at_rest()):
             try:
                 self._save(replica)
             except _NOT_WRITTEN as error:
@@ -376,33 +446,72 @@ class Run:
 
     def _train(self, targets: list[Target], evaluator: Evaluator | None) -> train.Training:
         config = self.config
-        snapshot = self._checkpoint.snapshot() if self._checkpoint else None
-        training = train.Training(config, self._train_on, targets, snapshot, self._cache, evaluator)
+        members = self.nodes
+        snapshot = self._checkpoint.snapshot() if self._checkpoint and members.rank == 0 else None
+        snapshot = members.spread(snapshot)
+        training = train.Training(config, self._train_on, targets, snapshot, self._cache, evaluator, members)
+        self._compare(training.replicas[0])
         # Not before all is loaded and decoded: what fails until here leaves the checkpoints of the run before a restart.
-        self._begin()
+        if members.rank == 0:
+            self._begin()
+        members.gather("folder", None, config.collective_timeout)
+        if members.rank:
+            self._begin()
         self.training = training
+        members.doing, members.numbers = training.doing, training.numbers
         written = recorder.Recorder(training, self.folder.metric, self._training_seconds)
 
         def report(step: int, numbers: train.Numbers) -> None:
             written.step(step, numbers)
             if (step + 1) % config.save_every == 0:
+                self._compare(training.replicas[0])
                 self._save(training.replicas[0])
 
-        display = Display(training, self._console)
+        display = Display(training, self._console) if members.rank == 0 else None
 
         def tick() -> None:
-            display.tick(written.tick())
+            states = written.tick()
+            if display:
+                display.tick(states)
+            members.check()
 
         torch.compiler.reset()  # cold for all threads at once, whatever this one has compiled so far
         try:
             training.run(report, tick)
         finally:
-            display.stop()
+            if display:
+                display.stop()
         tick()
-        written.rates()
+        own = training.numbers() | {"graphs": training.compiled}
+        of_all = members.gather("training", own)  # node 0 may still evaluate
+        written.rates(of_all)
+        self._compare(training.replicas[0], " at the end")
         self._save(training.replicas[0], final=True)
-        self.summary["training"] = self._training_summary(training)
+        if members.rank == 0:
+            self.summary["training"] = self._training_summary(training)
+        if members.count > 1:
+            self.summary["nodes"] = of_all
+        members.doing = lambda: "has trained"
         return training
+
+    def _compare(self, replica: train.Replica, when: str = "") -> None:
+        """Make sure that all nodes have the same weights after the replica's last step.
+
+        Raises:
+            NodeError: if they do not.
+        """
+        members = self.nodes
+        if members.count == 1:
+            return
+        what = f"weights after step {replica.step}{when}"
+        of_all = members.gather(what, nodes.fingerprints(replica.drafter), self.config.collective_timeout)
+        for rank, found in enumerate(of_all):
+            if other := [name for name in found if found[name] != of_all[0][name]]:
+                self._differs = True
+                raise NodeError(
+                    f"{what} are not the same on nodes 0 and {rank} ({len(other)} of {len(found)} parameters, {other[0]} first), so their "
+                    "machines do not compute alike, and are not saved: use machines of one kind"
+                )
 
     def _compiled_by_one_thread(self, training: train.Training, target: Target) -> int | None:
         """Return what the threads must have compiled; None where they are on several devices, each with graphs of its own."""
@@ -415,7 +524,8 @@ class Run:
     def _begin(self) -> None:
         """Start the run's files anew, or go on with them where the checkpoint ends."""
         self.folder.open_sinks(self._saved_step)  # first: what fails here leaves the checkpoints of the run before
-        self._checkpoints.begin(self._checkpoint)
+        if self.nodes.rank == 0:
+            self._checkpoints.begin(self._checkpoint)
         if self._checkpoint is None:
             self.folder.begin()
         else:
@@ -432,6 +542,8 @@ class Run:
         A drafter of more steps, from a run before a restart, stays until the ``final`` one of this run takes its place.
         """
         assert self.training
+        if self.nodes.rank:
+            return
         with self._saving:  # both by the first drafter thread and, when the run ends meanwhile, by the main thread
             step = replica.step
             if step > self._saved_step:
@@ -476,8 +588,12 @@ class Run:
                 tau["trained"] >= 2 * tau["untrained"]
             ),
             "the replicas differ": training["largest_difference_between_replicas"] == 0.0,
-            "the threads compiled another number of graphs than one thread does": (
-                graphs["compiled_by_one_thread"] in (None, graphs["compiled_by_all_threads"])
+            "the threads compiled another number of graphs than one thread does": all(
+                graphs["compiled_by_one_thread"] in (None, compiled)
+                for compiled in (
+                    graphs["compiled_by_all_threads"],
+                    *(n["graphs"] for n in self.summary.get("nodes", ())),
+                )
             ),
         }
 
@@ -534,7 +650,8 @@ class Run:
         self._stage_started = now
 
     def _say(self, text: str) -> None:
-        print(text, flush=True)
+        if self.nodes.rank == 0:
+            print(text, flush=True)
 
 
 def _number(value: float) -> str:
@@ -549,46 +666,68 @@ def main(arguments: list[str]) -> int:
 
 def _main(arguments: list[str]) -> int:
     run: Run | None = None
+    members = ALONE
     try:
         command = command_line(arguments)
         if command.estimate_for is not None:
             show_estimate(command.config, command.estimate_for)
             return 0
+        members = nodes.join(command.config)
         if command.make_cache is not None:
+            if members.count > 1:
+                raise ConfigError(
+                    f"--make-cache is for one process: start it without torchrun, with --drafters {members.count * command.config.drafters} "
+                    f"for a run of {members.count} nodes"
+                )
             make_cache(command.config, command.make_cache)
             return 0
-        run = Run(prepare(command.config, command.run, command.start))
+        run = Run(prepare(command.config, command.run, command.start, members))
         try:
             failed = run.complete()
         except Interrupted as interrupt:
-            print("\nending; once more stops at once, without saving", file=sys.stderr, flush=True)
+            members.ending("it was interrupted")
+            print(f"\n{members.prefix}ending; once more stops at once, without saving", file=sys.stderr, flush=True)
             saved = "all there is was saved" if run.end("interrupted") else "not all there is could be saved"
-            print(f"interrupted; {saved} to {run.folder.path}, --resume goes on", file=sys.stderr)
+            print(f"{members.prefix}interrupted; {saved} to {run.folder.path}, --resume goes on", file=sys.stderr)
+            if reason := members.why():
+                print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
+            members.leave()
             return interrupt.code
         except Exception as error:
+            members.ending(str(error))
             run.summary["error"] = str(error)
             run.end("failed")
             if isinstance(error, WorkerError):
                 traceback.print_exception(error.__cause__)
             raise
         if not run.end("complete"):
+            members.leave("not all results could be written")
             return 1
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{members.prefix}error: {error}", file=sys.stderr)
+        members.leave(str(error))
         return 2
-    except (WorkerError, metrics.MetricsError, *_NOT_WRITTEN) as error:
-        print(f"stopped: {error}", file=sys.stderr)
+    except (WorkerError, NodeError, metrics.MetricsError, *_NOT_WRITTEN) as error:
+        print(f"{members.prefix}stopped: {error}", file=sys.stderr)
+        members.leave(str(error))
         return 1
     except Interrupted as interrupt:  # before there was anything to save
-        print("\ninterrupted", file=sys.stderr)
+        print(f"\n{members.prefix}interrupted", file=sys.stderr)
+        members.ending("it was interrupted")
+        if reason := members.why():
+            print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
+        members.leave()
         return interrupt.code
     finally:
         if run is not None and (left := run.left_behind()):
-            print(f"left behind: {', '.join(left)}", file=sys.stderr, flush=True)
-    for failure in failed:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    print(f"{'failed' if failed else 'all checks passed'}; results are in {run.folder.path}")
-    return 1 if failed else 0
+            print(f"{members.prefix}left behind: {', '.join(left)}", file=sys.stderr, flush=True)
+    members.leave()
+    if members.rank == 0:
+        for failure in failed:
+            print(f"FAILED: {failure}", file=sys.stderr)
+        print(f"{'failed' if failed else 'all checks passed'}; results are in {run.folder.path}")
+    # torchrun would only start a run again that is complete.
+    return 1 if failed and not members.restarts else 0
 
 
 def leave(code: int) -> None:

@@ -65,13 +65,22 @@ class Recorder:
             self.rates()
         return states
 
-    def rates(self) -> None:
-        """Write about all threads and about memory."""
+    def rates(self, of_all: list[dict[str, Any]] | None = None) -> None:
+        """Write about all threads, about memory and, on node 0 of several, about all nodes.
+
+        Args:
+            of_all: `train.Training.numbers` of all nodes; None for what they said in the last second.
+        """
         self._written = time.monotonic()
         training = self._training
         now = {"step": training.step, "seconds": round(self._seconds(), 2)}
         threads = {name: _rates(thread) for name, thread in training.monitor.threads.items()}
         self._write("threads", **now, **threads)
+        if training.nodes.rank == 0 and training.nodes.count > 1:
+            numbers = of_all or [training.numbers(), *training.nodes.others().values()]
+            rate = sum(each.get("tokens_per_second", 0.0) for each in numbers)
+            by_node = {f"node-{rank}": each for rank, each in enumerate(numbers)}
+            self._write("nodes", **now, tokens_per_second=round(rate, 1), **by_node)
         for device, sizes in memory(training.config.devices()).items():
             self._write("memory", **now, device=device, **sizes)
 

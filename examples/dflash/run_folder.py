@@ -20,6 +20,7 @@ from metrics import Factory, JsonLines, Sink, blamed_on
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
+METRICS_OF_NODE = "metrics-node{}.jsonl"
 EVALUATION = "evaluation.json"
 SUMMARY = "summary.json"
 DRAFTER = "drafter"
@@ -36,7 +37,12 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, config: Config, start: Start = "fresh", factories: Mapping[str, Factory] | None = None
+        self,
+        path: Path,
+        config: Config,
+        start: Start = "fresh",
+        factories: Mapping[str, Factory] | None = None,
+        node: int = 0,
     ) -> None:
         """Take the folder, made if it is missing, without changing what is in it but the options that a resume may change.
 
@@ -45,6 +51,7 @@ class RunFolder:
             config: what it is for.
             start: see `Start`.
             factories: of what takes the metrics besides the folder's own file, by name.
+            node: the one of several nodes that this is; node 0 alone writes more than a file of metrics.
 
         Raises:
             ConfigError: if it holds a run of another configuration, or anything else, or cannot be written; if there are
@@ -54,9 +61,13 @@ class RunFolder:
         self._config = config
         self._lock = threading.Lock()
         self._factories = factories or {}
-        self._json_lines = JsonLines(path / METRICS)
+        self._metrics = path / (METRICS_OF_NODE.format(node) if node else METRICS)
+        self._json_lines = JsonLines(self._metrics)
         self._sinks: dict[str, Sink] = {}  # guarded by _lock, like the one below
         self._early: list[tuple[str, dict[str, Any]]] | None = []  # metrics until the run's file of them begins
+        if node:
+            path.mkdir(parents=True, exist_ok=True)
+            return
         options = path / OPTIONS
         may_change = NOT_IN_CONTRACT if start == "resume" else frozenset()
         try:
@@ -102,7 +113,9 @@ class RunFolder:
 
     def begin(self) -> None:
         """Start the metrics anew; until then or until `resume`, those of the run before stay, and new ones wait."""
-        (self.path / METRICS).write_text("")
+        for old in self.path.glob(METRICS_OF_NODE.format("*")) if self._metrics.name == METRICS else ():
+            old.unlink()  # before other nodes begin theirs: there may have been more
+        self._metrics.write_text("")
         self._append_early()
 
     def resume(self, step: int, seconds: float) -> None:
@@ -124,9 +137,9 @@ class RunFolder:
             for thread, state in last.items()
             if state != "done"  # there may be fewer threads now
         ]
-        new = _beside(self.path / METRICS)
+        new = _beside(self._metrics)
         new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        new.replace(self.path / METRICS)
+        new.replace(self._metrics)
         self._append_early()
 
     def _append_early(self) -> None:
@@ -156,7 +169,7 @@ class RunFolder:
 
     def sync_metrics(self) -> None:
         """Wait until all metrics are on the disk."""
-        with (self.path / METRICS).open("a") as file:
+        with self._metrics.open("a") as file:
             os.fsync(file.fileno())
 
     def metric(self, kind: str, **values: Any) -> None:
@@ -179,8 +192,7 @@ class RunFolder:
     def _lines(self) -> list[dict[str, Any]]:
         """Return all metrics, without a line that was cut off when a process was killed."""
         found = []
-        metrics = self.path / METRICS
-        for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        for line in self._metrics.read_text().splitlines() if self._metrics.exists() else ():
             with suppress(ValueError):
                 found.append(json.loads(line))
         return found

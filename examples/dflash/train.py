@@ -27,6 +27,7 @@ from drafter import Drafter, DrafterShape
 from evaluator import Evaluator
 from loss import BlockLoss, chunked_loss
 from monitor import Monitor
+from nodes import ALONE, Nodes
 from pipeline import Crew, Meeting, OrderedQueue, Stopped, Tickets
 from safecompile import statistics
 from target import Features, Target, TargetShape, Vocabulary
@@ -110,15 +111,18 @@ def make_work(
     item: int,
     replica: int,
     check: Callable[[], None] = lambda: None,
+    replicas: int | None = None,
 ) -> Work:
     """Make the work of one item and replica, which depends on nothing but the seed and these two numbers.
+
+    No sequence is another replica's, too: conversations are dealt out in turn, to ``replicas`` on all nodes (``config.drafters`` if None).
 
     The answers are the target's own, unless ``config.answers`` is ``data``: a drafter learns what the target says, not what the
     text says (paper, A.1). Half of them are greedy, half are sampled at ``config.temperature``. ``check`` is called before each
     token, and may raise to give up.
     """
     rngs = [data.generator(config.seed, "sequence", item, replica, i) for i in range(config.sequences)]
-    first = (item * config.drafters + replica) * config.sequences
+    first = (item * _own(replicas, config.drafters) + replica) * config.sequences
     device = target.device
     if config.answers == "data":
         tokens, loss_mask, documents = data.draw_answered(
@@ -177,15 +181,17 @@ def produce(
     tickets: Tickets[tuple[int, int]],
     queues: list[OrderedQueue[Work]],
     monitor: Monitor,
+    nodes: Nodes = ALONE,
 ) -> None:
     """Be a target thread: make the work of ticket after ticket."""
     to = config.devices()[config.targets :]
+    before, all_replicas = nodes.rank * config.drafters, nodes.count * config.drafters
     with devices.own_stream(target.device):
         for item, replica in tickets:
             monitor.now("answers")
             # Not under a name, which would keep it while the next one is made.
             hand_over(
-                make_work(config, source, target, item, replica, queues[replica].check),
+                make_work(config, source, target, item, before + replica, queues[replica].check, all_replicas),
                 item,
                 queues[replica],
                 to[replica],
@@ -193,13 +199,22 @@ def produce(
             )
 
 
-def read(config: Config, cache: Cache, replica: int, items: range, queue: OrderedQueue[Work], monitor: Monitor) -> None:
+def read(
+    config: Config,
+    cache: Cache,
+    replica: int,
+    items: range,
+    queue: OrderedQueue[Work],
+    monitor: Monitor,
+    nodes: Nodes = ALONE,
+) -> None:
     """Be a reader thread, in place of target threads: hand one replica the work that is stored."""
     device = config.devices()[config.targets + replica]
+    before, all_replicas = nodes.rank * config.drafters, nodes.count * config.drafters
     with devices.own_stream(device):
         for item in items:
             monitor.now("reads")
-            work = Work(*cache.read(item * config.drafters + replica))
+            work = Work(*cache.read(item * all_replicas + before + replica))
             hand_over(work, item, queue, device, monitor)
 
 
@@ -269,21 +284,31 @@ class GradientExchange:
     """The meeting place where replicas average their gradients.
 
     Every replica adds all gradients up itself, in the order of the replicas, so that all get the same bits. The threads meet, and
-    their devices' streams wait for each other; no thread waits for a device.
+    their devices' streams wait for each other; no thread waits for a device. With several nodes the first replica does it for all of its
+    node: it alone exchanges sums with the other nodes, and the others copy what comes out.
     """
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, nodes: Nodes = ALONE) -> None:
+        self._nodes = nodes
+        # With several nodes: the first replica's means, and when they are there.
+        self._shared: list[Tensor] = []
+        self._averaged: devices.Event = None
         # Each replica writes its own place.
         self._gradients: list[list[Tensor]] = [[] for _ in range(replicas)]
         self._made: list[devices.Event] = [None] * replicas
         self._added: list[devices.Event] = [None] * replicas
         self._meeting = Meeting(replicas)
-        self.stop = self._meeting.stop
+
+    def stop(self) -> None:
+        """End every wait, now and later, with `Stopped`."""
+        self._nodes.stop()
+        self._meeting.stop()
 
     def average(self, replica: int, parameters: list[nn.Parameter]) -> None:
         """Replace the gradients of this replica's parameters, all on one device, by the mean over all replicas.
 
         Raises:
+            NodeError: if another node has ended or does not come.
             Stopped: if the run is over.
         """
         device = parameters[0].device
@@ -291,14 +316,31 @@ class GradientExchange:
         self._made[replica] = devices.mark(device)
         self._meeting.wait()
         devices.wait(device, self._made)
-        means = mean_gradients(self._gradients, device)
+        if self._nodes.count == 1:
+            means = mean_gradients(self._gradients, device)
+        else:
+            means = self._mean_over_nodes(replica, device)
         self._added[replica] = devices.mark(device)
         self._meeting.wait()
         # Nobody gives up the memory of a gradient that another one still reads.
         devices.wait(device, self._added)
         self._gradients[replica] = []
+        if replica == 0:
+            self._shared = []
         for parameter, mean in zip(parameters, means, strict=True):
             parameter.grad = mean
+
+    def _mean_over_nodes(self, replica: int, device: torch.device) -> list[Tensor]:
+        """Return the means over the replicas of all nodes, on ``device``."""
+        if replica == 0:
+            self._shared = mean_gradients(self._gradients, device)
+            self._nodes.mean_(self._shared, "the mean of gradients")
+            self._averaged = devices.mark(device)
+            self._meeting.wait()
+            return self._shared
+        self._meeting.wait()
+        devices.wait(device, [self._averaged])
+        return [mean.to(device, copy=True) for mean in self._shared]
 
 
 @dataclass(frozen=True)
@@ -338,14 +380,25 @@ class Replica:
     below half a unit in the last place, and are lost.
 
     Attributes:
+        index: its place among the node's replicas.
+        number: its place among the replicas of all nodes, which says what it learns from.
         step: whole steps behind the weights, those before a resume among them.
         losses: of the steps since the start or the resume.
         drafted: in the last of them; None before the first.
     """
 
-    def __init__(self, config: Config, index: int, drafter: Drafter, vocabulary: Vocabulary, mask_id: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        index: int,
+        drafter: Drafter,
+        vocabulary: Vocabulary,
+        mask_id: int,
+        nodes: Nodes = ALONE,
+    ) -> None:
         self.config = config
         self.index = index
+        self.number = nodes.rank * config.drafters + index
         self.drafter = drafter
         self.step = 0
         self.losses: list[float] = []
@@ -481,7 +534,7 @@ class Replica:
         Anchors are drawn anew each time a sequence is used (paper, section 4.2 and A.1).
         """
         config, shape = self.config, self.drafter.shape
-        key = (config.seed, "step", step, self.index)
+        key = (config.seed, "step", step, self.number)
         rows = torch.randperm(config.sequences, generator=data.generator(*key))[: config.batch]
         # All that is drawn is on the CPU, and goes to the device without waiting for what that does: asking would leave it idle.
         loss_mask, documents = work.loss_mask[rows], None if work.documents is None else work.documents[rows]
@@ -536,6 +589,7 @@ class Training:
         snapshot: to go on from; None for an untrained drafter.
         cache: of the targets' work, which they then do not make: only the first of them is looked at.
         evaluator: measures the weights while training goes on; it changes nothing in them.
+        nodes: this node and the others that train with it.
     """
 
     def __init__(
@@ -546,9 +600,11 @@ class Training:
         snapshot: Snapshot | None = None,
         cache: Cache | None = None,
         evaluator: Evaluator | None = None,
+        nodes: Nodes = ALONE,
     ) -> None:
         self.config = config
         self.source = source
+        self.nodes = nodes
         self.targets = targets
         self.cache = cache
         self._evaluator = evaluator
@@ -567,13 +623,14 @@ class Training:
                 new_drafter(config, targets[0].shape, len(targets[0].taps), device),
                 targets[0].vocabulary(device),
                 targets[0].language.mask_id,
+                nodes,
             )
             for index, device in enumerate(config.devices()[config.targets :])
         ]
         if snapshot:
             for replica in self.replicas:
                 replica.restore(snapshot)
-        self._exchange = GradientExchange(config.drafters)
+        self._exchange = GradientExchange(config.drafters, nodes)
         stops = [self._exchange.stop, *(queue.stop for queue in self.queues)]
         self.crew = Crew(stops if evaluator is None else [*stops, evaluator.stop])
 
@@ -589,7 +646,7 @@ class Training:
         Raises:
             WorkerError: if a thread failed; all have been told to stop by then.
         """
-        config = self.config
+        config, nodes = self.config, self.nodes
         if self.step == config.steps:
             return
         items = range(self._first_item, -(-config.steps // config.uses))
@@ -599,11 +656,11 @@ class Training:
         try:  # around the starts, too: an interrupt between two of them has to end those that run
             if self.cache is None:
                 for index, target in enumerate(self.targets):
-                    work = partial(produce, config, self.source, target, tickets, self.queues, self.monitor)
+                    work = partial(produce, config, self.source, target, tickets, self.queues, self.monitor, nodes)
                     self._start(f"target-{index}", work)
             else:
                 for index, queue in enumerate(self.queues):
-                    work = partial(read, config, self.cache, index, items, queue, self.monitor)
+                    work = partial(read, config, self.cache, index, items, queue, self.monitor, nodes)
                     self._start(f"reader-{index}", work)
             if self._evaluator:
                 self._start("evaluation", partial(self._evaluator.run, self.monitor))
@@ -617,6 +674,22 @@ class Training:
             self._ended = time.monotonic()
             self.compiled = statistics().compiled - compiled
         self.crew.check()
+
+    def doing(self) -> str:
+        """Return what the threads do, for other nodes."""
+        threads = ", ".join(f"{name} {thread.state}" for name, thread in list(self.monitor.threads.items()))
+        return f"has made {self.step} steps: {threads}"
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what other nodes may know, in JSON's types."""
+        losses = self.replicas[0].losses
+        return {
+            "step": self.step,
+            "loss": losses[-1] if losses else None,
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "waiting": self.waiting,
+        }
 
     @property
     def step(self) -> int:
@@ -654,7 +727,8 @@ class Training:
         if self._started is None:
             return 0.0
         now = self._ended or time.monotonic()
-        threads = [t for name, t in self.monitor.threads.items() if name.startswith("drafter")]
+        # A copy: other threads ask while this one adds threads.
+        threads = [t for name, t in list(self.monitor.threads.items()) if name.startswith("drafter")]
         return self.tokens / max(1e-9, max((t.ended or now for t in threads), default=now) - self._started)
 
     def at_rest(self) -> Replica | None:

@@ -55,6 +55,8 @@ def test_the_defaults_are_valid() -> None:
         {"target_dtype": "bfloat16"},
         {"text": Path("nowhere")},
         {"save_every": 0},
+        {"node_timeout": 1.0},
+        {"collective_timeout": 0.0},
         {"target": Path("nowhere")},
     ],
 )

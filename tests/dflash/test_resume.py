@@ -277,6 +277,8 @@ def test_every_option_either_may_change_or_is_in_the_contract(config: Config, tm
         "targets": 1,
         "queue_depth": 7,
         "save_every": 7,
+        "node_timeout": 7.0,
+        "collective_timeout": 7.0,
         "metrics": ("tensorboard",),
         "trust_remote_code": True,
         "target": tmp_path / "moved target",

@@ -1,0 +1,181 @@
+"""Kill one of several nodes with SIGKILL at random moments: the others must say which one and end, and the run must go on.
+
+    PYTHONPATH=src:examples/dflash python -m tests.dflash.kill_a_node --kills 10
+
+Each node has a torchrun of its own, as on a machine of its own, and all have the default time-outs. For the first half of the kills the nodes are
+not started again by torchrun: the script measures how long the others take to end, looks for the error that names the killed node in what
+each of them says, and starts all again with the same command line. For the second half ``--max-restarts`` does. A process is killed at a moment
+drawn evenly from the time that a whole run takes, so that it may be importing, evaluating, training or saving.
+
+Fails unless every survivor ends within 60 seconds with that error, every checkpoint that is there can be read, none is lost, and the run ends
+with the weights, optimizer state and losses of one that was never killed, bit for bit. Prints a line for each kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from checkpoints import MODEL, OPTIMIZER, by_step
+from run_folder import CHECKPOINTS
+from tests.dflash.conftest import write_tiny_target
+from tests.dflash.kill_and_resume import OPTIONS_GIVEN, results
+
+WITHIN = 60.0
+"""Seconds that the others may take to end."""
+
+DEMO = Path(__file__).parents[2] / "examples" / "dflash" / "demo.py"
+
+
+class Job:
+    """All nodes of a run, each with its torchrun and a file of what it says."""
+
+    def __init__(self, place: Path, folder: Path, nodes: int, steps: int, restarts: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        launch = f"--nproc-per-node 1 --nnodes {nodes} --max-restarts {restarts} --rdzv-backend c10d --rdzv-endpoint {endpoint} "
+        launch += "--rdzv-id kills --local-addr 127.0.0.1 --"
+        options = f"--target {place}/target --text {place}/text --run {folder} --drafters 1 --targets 1 --steps {steps} --resume"
+        command = [sys.executable, "-m", "torch.distributed.run", *launch.split(), str(DEMO), *OPTIONS_GIVEN]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self.outputs = [Path(tempfile.mkstemp(dir=place)[1]) for _ in range(nodes)]
+        self.agents = []
+        for output in self.outputs:
+            with output.open("w") as file:
+                self.agents.append(
+                    subprocess.Popen([*command, *options.split()], stdout=file, stderr=file, env=environment)
+                )
+
+    def worker(self, place: int) -> int | None:
+        """Return the process that a torchrun has started, if it has."""
+        pid = self.agents[place].pid
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0") for child in found}
+        return next((child for child, command in commands.items() if os.fsencode(DEMO) in command), None)
+
+    def rank(self, worker: int) -> int:
+        pairs = dict(pair.split(b"=", 1) for pair in Path(f"/proc/{worker}/environ").read_bytes().split(b"\0") if pair)
+        return int(pairs[b"RANK"])
+
+    def over(self) -> bool:
+        return all(agent.poll() is not None for agent in self.agents)
+
+    def wait(self, limit: float) -> bool:
+        """Wait for the end of all for at most ``limit`` seconds; return whether it has come."""
+        until = time.monotonic() + limit
+        while not self.over() and time.monotonic() < until:
+            time.sleep(0.1)
+        return self.over()
+
+    def said(self) -> str:
+        return "".join(output.read_text(errors="replace") for output in self.outputs)
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """Return the steps of all checkpoints, each of which must be whole."""
+    for step, path in by_step(folder / CHECKPOINTS):
+        for name in (MODEL, OPTIMIZER):
+            with safe_open(path / name, framework="pt") as file:
+                assert file.metadata()["step"] == str(step)
+    return [step for step, _ in by_step(folder / CHECKPOINTS)]
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=10, help="how often (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
+    given = parser.parse_args(arguments)
+    rng = random.Random(given.seed)
+
+    def say(text: str) -> None:
+        print(text, flush=True)  # noqa: T201  # what a program is for
+
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        write_tiny_target(place / "target")
+        (place / "text").mkdir()
+        (place / "text" / "counting.txt").write_text(" ".join(str(i) for i in range(2000)))
+
+        def start(folder: Path, restarts: int = 0) -> Job:
+            return Job(place, folder, given.nodes, given.steps, restarts)
+
+        def workers_of(job: Job) -> list[int] | None:
+            """Wait until all processes are there, and return them; None if the run is over."""
+            while not job.over():
+                found = [job.worker(each) for each in range(given.nodes)]
+                if (workers := [each for each in found if each]) == found:
+                    return workers
+                time.sleep(0.05)
+            return None
+
+        reference = start(place / "reference")
+        workers_of(reference)
+        since = time.monotonic()
+        assert reference.wait(600), reference.said()
+        whole = time.monotonic() - since
+        expected = results(place / "reference", given.steps)
+        say(f"a run of {given.nodes} nodes takes {whole:.0f} s")
+
+        kills, runs, slowest = 0, 0, 0.0
+        while kills < given.kills:
+            folder, restarts = place / f"run-{runs}", 0 if kills < given.kills // 2 else given.kills
+            enough = given.kills if restarts else given.kills // 2
+            runs += 1
+            job = start(folder, restarts)
+            while True:
+                workers_of(job)
+                if kills == enough or job.wait(rng.uniform(0, whole)):
+                    assert job.wait(600), job.said()
+                    break
+                before = steps_saved(folder)
+                if (workers := workers_of(job)) is None:
+                    continue
+                where = rng.randrange(given.nodes)
+                rank = job.rank(workers[where])
+                os.kill(workers[where], signal.SIGKILL)
+                kills += 1
+                since = time.monotonic()
+                others = [worker for number, worker in enumerate(workers) if number != where]
+                while any(Path(f"/proc/{worker}").exists() for worker in others):
+                    assert time.monotonic() - since <= WITHIN, job.said()
+                    time.sleep(0.1)
+                took = time.monotonic() - since
+                slowest = max(slowest, took)
+                saved = steps_saved(folder)
+                assert max(saved, default=0) >= max(before, default=0)
+                say(
+                    f"kill {kills} in run {runs}, node {rank}: the others ended {took:.1f} s later, saved {saved}, restarts {restarts}"
+                )
+                if restarts == 0:
+                    assert job.wait(WITHIN), job.said()
+                    for each, output in enumerate(job.outputs):
+                        lines = [line for line in output.read_text().splitlines() if "stopped: " in line]
+                        names = [f"node {rank} (", f"without node {rank}:", f"node {rank}'s machine or its torchrun"]
+                        named = any(name in line for line in lines for name in names)
+                        assert each == where or named, output.read_text()
+                    job = start(folder, restarts)
+            got = results(folder, given.steps)
+            different: list[Any] = [what for what in expected if got[what] != expected[what]]
+            assert not different, (
+                f"{', '.join(different)} of {folder.name} differ from those of a run that was not killed"
+            )
+            assert "cannot be read" not in job.said()
+    say(f"{kills} kills in {runs} runs: the others ended within {slowest:.1f} s; equal in every bit")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
