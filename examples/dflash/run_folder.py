@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpoints import NOT_IN_CONTRACT, by_step, sync
 from config import Config, ConfigError
-from metrics import Factory, JsonLines, Sink, blamed_on
+from metrics import Factory, JsonLines, MetricsError, Sink, blamed_on
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
@@ -154,14 +154,21 @@ class RunFolder:
             with blamed_on(name):
                 sink.write(kind, values)
 
-    def close(self) -> None:
+    def close(self, grace: float = 8.0) -> None:
         """Close what takes the metrics; those that come later, from threads left behind, go into the folder's own file alone.
 
+        Args:
+            grace: seconds to wait for a thread that is handing a metric over, which may have been left behind there.
+
         Raises:
-            MetricsError: if one fails; the others are closed, too.
+            MetricsError: if one fails; the others are closed, too. If a metric is still being handed over: none is closed then.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=grace):
+            raise MetricsError(", ".join(self._sinks), TimeoutError("a write has not come to its end"))
+        try:
             sinks, self._sinks = self._sinks, {}
+        finally:
+            self._lock.release()
         with ExitStack() as stack:  # ends in all of them, whichever fails
             for name, sink in sinks.items():
                 stack.enter_context(blamed_on(name))

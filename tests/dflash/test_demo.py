@@ -231,6 +231,7 @@ print("files", *sorted(p.name for p in run.iterdir()))
 """
 
 
+@pytest.mark.hang_timeout(320)
 def test_ctrl_c_at_ten_random_moments_and_faults_end_the_program_and_lose_nothing(
     tiny_target: Path, text: Path, tmp_path: Path
 ) -> None:

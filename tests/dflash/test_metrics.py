@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,32 @@ def test_a_sink_gets_every_line_of_the_file_in_its_order(tmp_path: Path, own: st
     opened(tmp_path, own, first_step=7).resume(7, 1.0)
     assert Recorder.made[1].first_step == 7
     assert Recorder.made[1].lines == []
+
+
+def test_a_sink_that_hangs_does_not_keep_a_run_from_its_end(
+    tmp_path: Path, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, go_on = threading.Event(), threading.Event()
+
+    def hang(self: Recorder, kind: str, values: Mapping[str, Any]) -> None:
+        writes.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(Recorder, "write", hang)
+    folder = opened(tmp_path, own)
+    folder.begin()
+    with ThreadPoolExecutor(2) as pool:
+        left_behind = pool.submit(folder.metric, "step", step=0)
+        assert writes.wait(60)
+        end = pool.submit(folder.close, grace=0.0)
+        try:
+            with pytest.raises(MetricsError, match=f"could not be handed to {own}: TimeoutError: a write has not come"):
+                end.result(timeout=30)
+        finally:
+            go_on.set()
+        left_behind.result(timeout=60)
+    folder.close()
+    assert Recorder.made[0].closed == 1
 
 
 @pytest.mark.parametrize("kind", ["step", "close"])
