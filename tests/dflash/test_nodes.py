@@ -330,6 +330,24 @@ def test_a_node_that_has_ended_with_an_error_ends_the_others(alone: Connected, e
         assert "node 1 (there, process 7) has ended: the disk is full" in str(found.value)
 
 
+def test_a_node_that_torchrun_ended_is_not_blamed_for_one_that_died(alone: Connected, clock: list[float]) -> None:
+    for beat in range(4):
+        alone._look([sign(beat), sign(0), sign(beat, ended=nodes.INTERRUPTED)])
+        alone.check()
+        clock[0] += 1
+    alone._look([sign(4), sign(0), sign(4, ended=nodes.INTERRUPTED)])
+    with pytest.raises(NodeError, match=r"^node 1 \(there, process 7\) has not been heard of for 4 s"):
+        alone.check()
+
+
+def test_a_node_that_was_interrupted_alone_ends_the_others(alone: Connected, clock: list[float]) -> None:
+    for beat in range(7):
+        alone._look([sign(beat), sign(beat), sign(beat, ended=nodes.INTERRUPTED)])
+        clock[0] += 1
+    with pytest.raises(NodeError, match=r"^node 2 \(there, process 7\) has ended: it was interrupted"):
+        alone.check()
+
+
 def test_a_wait_names_the_nodes_that_have_not_come_to_it(alone: Connected, clock: list[float]) -> None:
     alone._begin("the mean of gradients", 20)
     signs = [sign(0, waits=2), sign(0, waits=2), sign(0, waits=1, doing="compiles")]
