@@ -685,7 +685,7 @@ def _main(arguments: list[str]) -> int:
         try:
             failed = run.complete()
         except Interrupted as interrupt:
-            members.ending("it was interrupted")
+            members.ending(nodes.INTERRUPTED)
             print(f"\n{members.prefix}ending; once more stops at once, without saving", file=sys.stderr, flush=True)
             saved = "all there is was saved" if run.end("interrupted") else "not all there is could be saved"
             print(f"{members.prefix}interrupted; {saved} to {run.folder.path}, --resume goes on", file=sys.stderr)
@@ -713,7 +713,7 @@ def _main(arguments: list[str]) -> int:
         return 1
     except Interrupted as interrupt:  # before there was anything to save
         print(f"\n{members.prefix}interrupted", file=sys.stderr)
-        members.ending("it was interrupted")
+        members.ending(nodes.INTERRUPTED)
         if reason := members.why():
             print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
         members.leave()

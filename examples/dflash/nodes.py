@@ -42,6 +42,9 @@ GRACE = 15.0
 """Seconds that the main thread has to hear that another node has ended; then the process ends without it."""
 
 
+INTERRUPTED = "it was interrupted"
+
+
 class NodeError(RuntimeError):
     """Another node has ended or does not come; says which, and what it was doing."""
 
@@ -215,6 +218,7 @@ class Connected(Nodes):
         self._failed = 0.0
         self._ended: str | None = None
         self._ending = False
+        self._interrupted: dict[int, float] = {}  # since when nodes have said so
         self._left = threading.Event()
         self._beats = 0
         self._said: dict[int, dict[str, Any]] = {}
@@ -313,11 +317,16 @@ class Connected(Nodes):
     def why(self) -> str | None:
         """See `Nodes`. A torchrun that loses those of other machines ends its processes at once, and does not know which process died."""
         until = time.monotonic() + _SILENT + 2 * BEAT
-        while time.monotonic() < until and not (why := self._failure or self._silent(_SILENT)):
-            if all(said["ended"] for rank, said in self._said.items() if rank != self.rank):
-                return None  # ended from outside like this one
+        while time.monotonic() < until:
+            if silent := self._silent(_SILENT):
+                return silent
+            others = {said["ended"] for rank, said in self._said.items() if rank != self.rank}
+            if others <= {INTERRUPTED}:
+                return None  # like this one
+            if None not in others:
+                break
             time.sleep(0.1)
-        return why
+        return self._failure
 
     def stop(self) -> None:
         """See `Nodes`."""
@@ -425,11 +434,20 @@ class Connected(Nodes):
             self._said[rank] = sign
         if self._ending:
             return
+        silence, interrupted = self._silence, None
         for rank, sign in enumerate(said):
-            if rank != self.rank and sign["ended"]:
-                self._fail(f"node {rank} ({sign['who']}) has ended: {sign['ended']}")
-        if silent := self._silent(self._silence):
-            self._fail(silent)
+            if rank == self.rank or not sign["ended"]:
+                continue
+            ended = f"node {rank} ({sign['who']}) has ended: {sign['ended']}"
+            if sign["ended"] != INTERRUPTED:
+                self._fail(ended)
+            else:
+                # By torchrun, it may be, because another node has died, which shows in a moment.
+                silence = _SILENT
+                if now - self._interrupted.setdefault(rank, now) > _SILENT + 2 * BEAT:
+                    interrupted = ended
+        if found := self._silent(silence) or interrupted:
+            self._fail(found)
         wait = self._wait
         if wait and wait.limit is not None and now - wait.since > wait.limit and not wait.over():
             self._fail(self._too_long(wait, [rank for rank, sign in enumerate(said) if sign["waits"] < wait.number]))

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:examples/dflash python -m tests.dflash.kill_a_node --kills 10
 
-Each node has a torchrun of its own, as on a machine of its own, and all have the default time-outs. For the first half of the kills the nodes are
+Each node has a torchrun of its own, as on a machine of its own, and the default time-outs unless others are given. For the first half of the kills the nodes are
 not started again by torchrun: the script measures how long the others take to end, looks for the error that names the killed node in what
 each of them says, and starts all again with the same command line. For the second half ``--max-restarts`` does. A process is killed at a moment
 drawn evenly from the time that a whole run takes, so that it may be importing, evaluating, training or saving.
@@ -41,13 +41,13 @@ DEMO = Path(__file__).parents[2] / "examples" / "dflash" / "demo.py"
 class Job:
     """All nodes of a run, each with its torchrun and a file of what it says."""
 
-    def __init__(self, place: Path, folder: Path, nodes: int, steps: int, restarts: int) -> None:
+    def __init__(self, place: Path, folder: Path, nodes: int, restarts: int, *changes: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             endpoint = f"127.0.0.1:{free.getsockname()[1]}"
         launch = f"--nproc-per-node 1 --nnodes {nodes} --max-restarts {restarts} --rdzv-backend c10d --rdzv-endpoint {endpoint} "
         launch += "--rdzv-id kills --local-addr 127.0.0.1 --"
-        options = f"--target {place}/target --text {place}/text --run {folder} --drafters 1 --targets 1 --steps {steps} --resume"
+        options = f"--target {place}/target --text {place}/text --run {folder} --drafters 1 --targets 1 --resume"
         command = [sys.executable, "-m", "torch.distributed.run", *launch.split(), str(DEMO), *OPTIONS_GIVEN]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.outputs = [Path(tempfile.mkstemp(dir=place)[1]) for _ in range(nodes)]
@@ -55,7 +55,7 @@ class Job:
         for output in self.outputs:
             with output.open("w") as file:
                 self.agents.append(
-                    subprocess.Popen([*command, *options.split()], stdout=file, stderr=file, env=environment)
+                    subprocess.Popen([*command, *options.split(), *changes], stdout=file, stderr=file, env=environment)
                 )
 
     def worker(self, place: int) -> int | None:
@@ -97,6 +97,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kills", type=int, default=10, help="how often (%(default)s)")
     parser.add_argument("--nodes", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run (%(default)s)")
+    parser.add_argument("--node-timeout", type=float, default=30.0, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
     given = parser.parse_args(arguments)
     rng = random.Random(given.seed)
@@ -111,7 +112,8 @@ def main(arguments: list[str]) -> None:
         (place / "text" / "counting.txt").write_text(" ".join(str(i) for i in range(2000)))
 
         def start(folder: Path, restarts: int = 0) -> Job:
-            return Job(place, folder, given.nodes, given.steps, restarts)
+            changes = ["--steps", f"{given.steps}", "--node-timeout", f"{given.node_timeout}"]
+            return Job(place, folder, given.nodes, restarts, *changes)
 
         def workers_of(job: Job) -> list[int] | None:
             """Wait until all processes are there, and return them; None if the run is over."""

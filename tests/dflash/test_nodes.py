@@ -191,10 +191,12 @@ def test_a_resume_is_exact_with_as_many_nodes_and_refused_with_others(
     resumed = start(2, 2, folder, "--resume")
     assert status(folder) == "complete", resumed.output
     assert last(folder) == last(tmp_path / "whole")
-    for node in (0, 1):
-        assert steps(folder, node) == steps(tmp_path / "whole", node)
-        assert [line["step"] for line in steps(folder, node)] == list(range(STEPS))
-    assert steps(folder, 0) != steps(folder, 1)
+    assert steps(folder) == steps(tmp_path / "whole")
+    # Node 1 may have been ended before it reported a step that node 0 has saved.
+    mine, there = ({line["step"]: line for line in steps(f, 1)} for f in (folder, tmp_path / "whole"))
+    assert len(steps(folder, 1)) == len(mine) >= STEPS - 1
+    assert mine.items() <= there.items()
+    assert mine[0] != steps(folder)[0]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -328,6 +330,24 @@ def test_a_node_that_has_ended_with_an_error_ends_the_others(alone: Connected, e
         alone.check()
     if found:
         assert "node 1 (there, process 7) has ended: the disk is full" in str(found.value)
+
+
+def test_a_node_that_torchrun_ended_is_not_blamed_for_one_that_died(alone: Connected, clock: list[float]) -> None:
+    for beat in range(4):
+        alone._look([sign(beat), sign(0), sign(beat, ended=nodes.INTERRUPTED)])
+        alone.check()
+        clock[0] += 1
+    alone._look([sign(4), sign(0), sign(4, ended=nodes.INTERRUPTED)])
+    with pytest.raises(NodeError, match=r"^node 1 \(there, process 7\) has not been heard of for 4 s"):
+        alone.check()
+
+
+def test_a_node_that_was_interrupted_alone_ends_the_others(alone: Connected, clock: list[float]) -> None:
+    for beat in range(7):
+        alone._look([sign(beat), sign(beat), sign(beat, ended=nodes.INTERRUPTED)])
+        clock[0] += 1
+    with pytest.raises(NodeError, match=r"^node 2 \(there, process 7\) has ended: it was interrupted"):
+        alone.check()
 
 
 def test_a_wait_names_the_nodes_that_have_not_come_to_it(alone: Connected, clock: list[float]) -> None:
