@@ -60,7 +60,7 @@ class Plan:
     throughput_seconds: float = 0.25
     load: tuple[int, float, int, float] = (8, 25.0, 6, 2.0)  # clients, requests a second of each, shapes, interval
     import_repeats: int = 5
-    memory: tuple[int, int] = (4, 4)  # callables that are compiled, threads
+    memory: tuple[int, int, int] = (200, 4, 4)  # callables that are made, those of them that are compiled, threads
     checkpoint_steps: int = 60
     checkpoint_rounds: int = 60
     checkpoint_tokens: int = 256
@@ -81,7 +81,7 @@ QUICK = Plan(
     throughput_seconds=0.05,
     load=(2, 25.0, 2, 0.3),
     import_repeats=1,
-    memory=(1, 2),
+    memory=(20, 1, 2),
     checkpoint_steps=3,
     checkpoint_rounds=2,
     checkpoint_tokens=16,
@@ -165,8 +165,8 @@ class Bench:
         return {"runs": runs}
 
     def memory(self) -> Result:
-        callables, threads = self.plan.memory
-        options = {"backend": self.backend, "callables": callables, "threads": threads}
+        made, compiled, threads = self.plan.memory
+        options = {"backend": self.backend, "made": made, "compiled": compiled, "threads": threads}
         return {way: self.each("memory", VARIANTS, traced=way == "traced", **options) for way in ("traced", "resident")}
 
     def checkpoint(self) -> Result:

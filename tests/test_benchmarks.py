@@ -85,7 +85,7 @@ def test_a_load_finds_wrong_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         return int(result["errors"])
 
     assert measured() == 0
-    monkeypatch.setattr("benchmarks.pieces.load.TOLERANCE", -1.0)
+    monkeypatch.setattr("benchmarks.pieces.load.compile_as", lambda _, function, **options: lambda x: function(x) + 1)
     assert measured() == 4
 
 

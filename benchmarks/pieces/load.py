@@ -70,7 +70,7 @@ def _summary(answers: list[Answer], counting: CountingBackend) -> dict[str, Any]
         "median": statistics.median(waited),
         "p99": statistics.quantiles(waited, n=100, method="inclusive")[-1],
         "longest": max(waited),
-        "longest_compiled": max(answer.took for answer in answers if answer.compiled),
+        "longest_compiled": max((answer.took for answer in answers if answer.compiled), default=0.0),
         "compiles": len(counting.shapes),
         "shapes_compiled": len(set(counting.shapes)),
         "errors": len(errors),

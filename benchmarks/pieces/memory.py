@@ -12,10 +12,8 @@ from typing import Any
 
 from benchmarks.pieces.variants import compile_as, new_function, prepare
 
-MADE = 200
 
-
-def memory(*, variant: str, backend: str, callables: int, threads: int, traced: bool) -> dict[str, Any]:
+def memory(*, variant: str, backend: str, made: int, compiled: int, threads: int, traced: bool) -> dict[str, Any]:
     """Measure what is kept per callable when it is made, per callable once it is compiled, and per thread that calls one.
 
     ``traced`` asks tracemalloc, which sees what Python allocates, exactly; otherwise it is by how much the resident
@@ -28,13 +26,13 @@ def memory(*, variant: str, backend: str, callables: int, threads: int, traced: 
     if traced:
         tracemalloc.start()
     held = _traced if traced else _resident
-    x, originals = torch.ones(8, 8), [new_function(1) for _ in range(MADE)]
+    x, originals = torch.ones(8, 8), [new_function(1) for _ in range(made)]
     before = held()
     functions = [compile_as(variant, original, backend=backend) for original in originals]
-    made = held()
-    for function in functions[:callables]:
+    after_making = held()
+    for function in functions[:compiled]:
         function(x)
-    compiled = held()
+    after_compiling = held()
 
     barrier, call = threading.Barrier(threads + 1), functions[0]
 
@@ -59,8 +57,8 @@ def memory(*, variant: str, backend: str, callables: int, threads: int, traced: 
     for worker in workers:
         worker.join()
     return {
-        "made": (made - before) / MADE,
-        "compiled": (compiled - made) / callables,
+        "made": (after_making - before) / made,
+        "compiled": (after_compiling - after_making) / compiled,
         "thread": (called - started) / threads,
     }
 
