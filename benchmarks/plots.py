@@ -88,7 +88,6 @@ def herd(result: Result, figure: Any) -> None:
     _lines(right, {variant: {n: cell[1] for n, cell in row.items()} for variant, row in ratios.items()})
     right.set_ylabel("graphs compiled")
     right.set_ylim(bottom=0)
-    left.legend(fontsize=8)
     figure.suptitle("First call of one function by several threads together")
 
 
@@ -101,7 +100,6 @@ def warm(result: Result, figure: Any) -> None:
     axes.axvline(0, color="black", linewidth=1)
     stock = ", ".join(f"{name} {median(measured[name]['stock']) * 1e6:.1f} µs" for name in groups)
     axes.set_xlabel(f"µs more than stock torch.compile ({stock})")
-    axes.legend(fontsize=8)
     figure.suptitle("A warm call of the smallest compiled function")
 
 
@@ -114,7 +112,6 @@ def beside(result: Result, figure: Any) -> None:
     _bars(axes, names, values, _milliseconds)
     axes.set_xscale("log")
     axes.set_xlabel("ms a call, logarithmic")
-    axes.legend(fontsize=8, loc="lower right")
     figure.suptitle("Warm calls while another thread compiles")
 
 
@@ -123,7 +120,6 @@ def throughput(result: Result, figure: Any) -> None:
     _lines(axes, throughput_ratios(result))
     axes.set_ylabel("calls a second, over stock's")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
     figure.suptitle("Warm calls of several threads together")
 
 
@@ -134,7 +130,6 @@ def load(result: Result, figure: Any) -> None:
     _bars(axes, list(kinds.values()), values, _milliseconds)
     axes.set_xscale("log")
     axes.set_xlabel("ms to the answer, logarithmic")
-    axes.legend(fontsize=8, loc="lower right")
     figure.suptitle("Requests with a new shape now and then")
 
 
@@ -144,7 +139,6 @@ def memory(result: Result, figure: Any) -> None:
     values = {v: [one[kind] / 1024 for kind in groups] for v, one in result["traced"].items()}
     _bars(axes, list(groups.values()), values, lambda value: f"{value:.1f} KiB")
     axes.set_xlabel("KiB that Python allocates")
-    axes.legend(fontsize=8)
     figure.suptitle("Memory per callable and per thread")
 
 
@@ -167,8 +161,9 @@ def draw_all(run: Result, folder: Path) -> None:
     made = f"torch {one['torch']}, Python {one['python']}, {one['cores']} cores of {one['cpu']}, {one['date'][:10]}"
     for name, draw in PLOTS.items():
         if name in run["results"]:
-            figure = Figure(figsize=(8, 4.5), dpi=150, facecolor="white", layout="constrained")
+            figure = Figure(figsize=(8, 5), dpi=150, facecolor="white", layout="constrained")
             FigureCanvasAgg(figure)
             draw(run["results"][name], figure)
+            figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
             figure.supxlabel(made + (" (a quick run: no figures to quote)" if run["quick"] else ""), fontsize=7)
             figure.savefig(folder / f"{name}.png", metadata={KEY: digest(run)})

@@ -18,49 +18,78 @@ def in_this_process(self: run.Bench, piece: str, **options: object) -> run.Resul
     return json.loads(json.dumps(pieces.run(piece, json.loads(json.dumps(options)))))
 
 
+@pytest.fixture(scope="module")
+def runs() -> dict[str, run.Result]:
+    """By piece, its quick run, which is made once."""
+    return {}
+
+
+def quick_run(piece: str, runs: dict[str, run.Result], folder: Path, monkeypatch: pytest.MonkeyPatch) -> run.Result:
+    if piece not in runs:
+        monkeypatch.setattr(run.Bench, "run", in_this_process)
+        run.main(["--quick", "--backend=aot_eager", f"--only={piece}", f"--output={folder}"])
+        runs[piece] = json.loads((folder / "results.json").read_text())
+    return runs[piece]
+
+
+@pytest.mark.hang_timeout(180)
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_quick_run_measures_and_reports_and_draws_every_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("piece", report.TABLES)
+def test_a_quick_run_measures_and_reports_and_draws_a_piece(
+    piece: str,
+    runs: dict[str, run.Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(run.Bench, "run", in_this_process)
-
-    run.main(["--quick", "--backend=aot_eager", f"--output={tmp_path}"])
-
-    written = json.loads((tmp_path / "results.json").read_text())
+    written = quick_run(piece, runs, tmp_path, monkeypatch)
     assert written["schema"] == run.SCHEMA
-    assert set(written["results"]) == set(report.TABLES)
+    result = written["results"][piece]
     printed = capsys.readouterr().out
     assert written["machine"]["torch"] in printed
-    assert "What the library is to keep to" in printed
-    for cell in report.herd_ratios(written["results"]["herd"])["safecompile"].values():
-        assert cell[1:] == (1, 0), "one compile and no errors"
-    for _, variant, *_, failed in report.beside_waits(written["results"]["beside"]):
-        assert variant == "stock" or failed == 0
-    assert written["results"]["load"]["safecompile"]["errors"] == 0
-    assert {path.stem for path in tmp_path.glob("*.png")} == set(plots.PLOTS)
-    for name in plots.PLOTS:
-        assert shown_by(tmp_path / f"{name}.png") == plots.digest(written)
-    check_that_the_pages_show(written, monkeypatch)
+    assert report.table(written, piece).text() in printed
+    assert [path.stem for path in tmp_path.glob("*.png")] == [piece] * (piece in plots.PLOTS)
+    if piece in plots.PLOTS:
+        assert shown_by(tmp_path / f"{piece}.png") == plots.digest(written)
+    if piece == "herd":
+        cells = report.herd_ratios(result)["safecompile"].values()
+        assert [cell[1:] for cell in cells] == [(1, 0)] * len(cells), "one compile and no errors"
+    if piece == "beside":
+        assert all(failed == 0 for _, variant, *_, failed in report.beside_waits(result) if variant == "safecompile")
+    if piece == "load":
+        assert result["safecompile"]["errors"] == result["safecompile_eager"]["errors"] == 0
+        assert result["safecompile"]["compiles"] == result["safecompile"]["shapes_compiled"] == 2
 
 
-def check_that_the_pages_show(written: run.Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="quick run"):
-        figures.checked(written)
-    with pytest.raises(SystemExit, match="lack herd"):
-        figures.checked({**written, "results": {k: v for k, v in written["results"].items() if k != "herd"}})
-    with pytest.raises(SystemExit, match="schema 0"):
-        figures.checked({**written, "schema": 0})
+@pytest.mark.hang_timeout(300)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_figures_of_a_run_are_put_between_the_markers(
+    runs: dict[str, run.Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    each = [quick_run(piece, runs, tmp_path, monkeypatch) for piece in report.TABLES]
+    whole = {**each[0], "results": {piece: result for one in each for piece, result in one["results"].items()}}
+    assert "| 1 | 1 |" in report.targets(whole).markdown().splitlines()[2], "one graph for eight threads"
     for path, images in figures.PAGES.items():
         page = path.read_text()
-        changed = figures.inserted(page, written, images)
+        changed = figures.inserted(page, whole, images)
         assert figures.NOTHING not in changed
-        assert figures.inserted(changed, figures.kept(), images) == page, "only what is between markers changes"
-        assert report.machine(written) in changed
+        assert report.machine(whole) in changed
+        assert report.targets(whole).markdown() in changed
         assert f"]({images}/herd.png)" in changed
-    readme = figures.inserted((figures.ROOT / "README.md").read_text(), written, "docs/images")
-    one_compile = next(line for line in readme.splitlines() if line.startswith("| 8 threads make the first call"))
-    assert one_compile.endswith("| 1 | 1 |")
+        assert figures.inserted(changed, figures.kept(), images) == page, "only what is between markers changes"
+
+
+def test_a_run_that_cannot_be_quoted_is_refused() -> None:
+    whole: run.Result = {"schema": run.SCHEMA, "quick": False, "results": dict.fromkeys(report.TABLES)}
+    assert figures.checked(whole) is whole
+    with pytest.raises(SystemExit, match="quick run"):
+        figures.checked({**whole, "quick": True})
+    with pytest.raises(SystemExit, match="lack beside, checkpoint"):
+        figures.checked({**whole, "results": dict.fromkeys(report.TABLES.keys() - {"beside", "checkpoint"})})
+    with pytest.raises(SystemExit, match="schema 0"):
+        figures.checked({**whole, "schema": 0})
 
 
 def test_a_piece_runs_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
