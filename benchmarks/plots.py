@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,7 +58,7 @@ def _lines(axes: Any, by_variant: dict[str, dict[str, float]]) -> None:
 
 
 def _bars(
-    axes: Any, groups: Sequence[str], by_variant: dict[str, Sequence[float]], text: Callable[[float], str]
+    axes: Any, groups: Sequence[str], by_variant: Mapping[str, Sequence[float]], text: Callable[[float], str]
 ) -> None:
     height = 0.8 / len(by_variant)
     for index, (variant, values) in enumerate(by_variant.items()):
@@ -159,11 +159,20 @@ def draw_all(run: Result, folder: Path) -> None:
 
     one = run["machine"]
     made = f"torch {one['torch']}, Python {one['python']}, {one['cores']} cores of {one['cpu']}, {one['date'][:10]}"
+    if run["quick"]:
+        made += " (a quick run: no figures to quote)"
     for name, draw in PLOTS.items():
         if name in run["results"]:
             figure = Figure(figsize=(8, 5), dpi=150, facecolor="white", layout="constrained")
             FigureCanvasAgg(figure)
             draw(run["results"][name], figure)
-            figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-            figure.supxlabel(made + (" (a quick run: no figures to quote)" if run["quick"] else ""), fontsize=7)
+            figure.legend(
+                *figure.axes[0].get_legend_handles_labels(),
+                loc="outside lower center",
+                ncols=3,
+                fontsize=8,
+                title=made,
+                title_fontsize=7,
+                frameon=False,
+            )
             figure.savefig(folder / f"{name}.png", metadata={KEY: digest(run)})

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import figures, pieces, plots, report, run
 from benchmarks.pieces.herd import herd
 from benchmarks.pieces.load import load
+from benchmarks.pieces.variants import CountingBackend, compile_as, new_function
+from tests.helpers.threads import run_threads
 
 
 def in_this_process(self: run.Bench, piece: str, **options: object) -> run.Result:
@@ -108,6 +111,15 @@ def test_a_variant_compiles_as_often_as_its_description_says(variant: str, compi
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_copies_share_no_graph_even_where_threads_come_one_after_the_other() -> None:
+    counting, x = CountingBackend("aot_eager"), torch.ones(8, 8)
+    function = compile_as("copies", new_function(1), backend=counting)
+    for _ in range(2):
+        run_threads([lambda: function(x)])
+    assert len(counting.shapes) == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_load_finds_wrong_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured() -> int:
         result = load(variant="stock", backend="aot_eager", clients=1, rate=20, shapes=1, interval=0.2)
@@ -126,7 +138,7 @@ def test_the_pages_show_the_results_that_are_kept() -> None:
         page = path.read_text()
         assert page.count("<!-- figures: ") == len(figures.MARKED.findall(page)) > 0, "a marker has lost its pair"
         assert page == figures.inserted(page, kept, images), f"python -m benchmarks.figures has not been run: {path}"
-    names = set(re.findall(r"<!-- figures: (\S+) -->", (figures.ROOT / "docs/benchmarks.md").read_text()))
+    names = set(re.findall(r"<!-- figures: (\S+) -->", (run.ROOT / "docs/benchmarks.md").read_text()))
     assert names >= report.TABLES.keys()
 
 
@@ -143,4 +155,4 @@ def shown_by(plot: Path) -> str:
     from PIL import Image
 
     with Image.open(plot) as image:
-        return str(image.text[plots.KEY])  # type: ignore[attr-defined]
+        return str(image.text[plots.KEY])
