@@ -2,7 +2,7 @@
 #   make test                   run the test suite
 #   make gpu                    run the part of the suite that needs a GPU, on a machine that has one
 #   make demo                   run the example: drafters trained by threads of one process
-#   make bench                  measure against stock torch
+#   make bench                  measure against stock torch and cures by hand; results and plots in bench/
 #   make lint                   ruff, format and mypy
 #   make test TORCH=2.11.0      the same with another torch
 #   make matrix VERSION=2.8.0   the suite and the doctor on one torch, in an environment of its own; result in matrix/
@@ -36,7 +36,7 @@ demo: $(INSTALLED)
 	$(RUN) examples/dflash/demo.py --restart
 
 bench: $(INSTALLED)
-	$(RUN) benchmarks/run.py
+	$(RUN) -m benchmarks.run --output bench
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check $(CHECKED)
@@ -69,5 +69,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* bench build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
