@@ -17,7 +17,6 @@ import argparse
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has no list of what it exports there
 
 from checkpoints import MODEL, OPTIMIZER, by_step
 from run_folder import CHECKPOINTS
@@ -42,11 +42,11 @@ class Job:
     """All nodes of a run, each with its torchrun and a file of what it says."""
 
     def __init__(self, place: Path, folder: Path, nodes: int, restarts: int, *changes: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        # Not kept by one of the torchruns: when that one ended, the others would end their processes at once, before they know why.
+        self.rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        endpoint = f"127.0.0.1:{self.rendezvous.port}"
         launch = f"--nproc-per-node 1 --nnodes {nodes} --max-restarts {restarts} --rdzv-backend c10d --rdzv-endpoint {endpoint} "
-        launch += "--rdzv-id kills --local-addr 127.0.0.1 --"
+        launch += "--rdzv-conf is_host=0 --rdzv-id kills --local-addr 127.0.0.1 --"
         options = f"--target {place}/target --text {place}/text --run {folder} --drafters 1 --targets 1 --resume"
         command = [sys.executable, "-m", "torch.distributed.run", *launch.split(), str(DEMO), *OPTIONS_GIVEN]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
