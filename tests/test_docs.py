@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,13 @@ def test_what_a_page_shows_is_a_file_that_a_test_runs() -> None:
     }
     assert shown <= tested
     assert tested - shown == {"examples/tutorial/no_error.py"}
+
+
+@pytest.mark.parametrize("name", ["safecompile", "safecompile.observe", "safecompile.testing"])
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    public = importlib.import_module(name).__all__
+    assert [one for one in public if f"{name}.{one}" not in page] == []
 
 
 # ------------------------------------------------------------------------------------------------------------- tutorial
