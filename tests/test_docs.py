@@ -84,6 +84,15 @@ def test_what_a_page_shows_is_a_file_that_a_test_runs() -> None:
     assert tested - shown == {"examples/tutorial/no_error.py"}
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/dflash/README.md"])
+def test_links_to_files_lead_somewhere(page: str) -> None:
+    """Those of the site are checked when it is built."""
+    path = ROOT / page
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text())
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    assert links or page != "README.md"
+
+
 @pytest.mark.parametrize("name", ["safecompile", "safecompile.observe", "safecompile.testing"])
 def test_every_public_name_is_in_the_reference(name: str) -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
