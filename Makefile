@@ -43,7 +43,7 @@ lint: $(INSTALLED)
 	$(RUN) -m pyright --pythonpath $(RUN)
 
 docs: $(DOCS)/.installed
-	NO_MKDOCS_2_WARNING=true $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=true $(DOCS)/bin/mkdocs build --strict
 
 package: export OMP_NUM_THREADS := 1
 package: $(INSTALLED)

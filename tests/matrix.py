@@ -179,7 +179,9 @@ def by_version(reports: list[dict[str, Any]]) -> str:
     """Return for each torch which hazards the doctor met in it, and which were left with safecompile."""
     lines = ["| torch | Python | met on torch alone | met with safecompile | not run here |", f"|{' --- |' * 5}"]
     for report in reports:
-        without, left, idle = [], [], []
+        without: list[str] = []
+        left: list[str] = []
+        idle: list[str] = []
         for row in report["rows"]:
             for outcome, ids in ((row["without"]["outcome"], without), (row["with"]["outcome"], left)):
                 if outcome not in ("healthy", "not applicable"):

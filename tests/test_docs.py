@@ -61,6 +61,14 @@ def test_a_program_on_a_page_runs(block: Block, tmp_path: Path) -> None:
     run_forked(around + block.text, timeout=120).check()
 
 
+def test_the_notes_name_tests_that_are_there() -> None:
+    """`tested: warmup` is test_warmup_in_executors.py's, and `tested: prometheus` test_observe.py's."""
+    assert {note[2] for block in ALL if (note := NOTE.match(block.note)) and note[1] == "tested"} == {
+        "prometheus",
+        "warmup",
+    }
+
+
 def test_a_program_that_fails_is_seen() -> None:
     with pytest.raises(AssertionError, match="ended with 1"):
         run_forked(AROUND["observe.md"] + "serve_the_second_requests()").check()
