@@ -1,6 +1,12 @@
-// What the theme's settings for mermaid lack: on a phone a diagram that is made to fit cannot be read, so that it keeps its
-// size there, and scrolls; and the heads of arrows are dark on dark pages.
+// What the theme's settings for mermaid lack: on a phone a diagram that is made to fit cannot be read, so that it gets narrow
+// columns and wrapped text there; and the heads of arrows are dark on dark pages.
 {
+  const phone = {
+    wrap: true, width: 104, actorMargin: 10, diagramMarginX: 6, noteMargin: 4,
+    actorFontSize: "12px", messageFontSize: "12px", noteFontSize: "12px",
+  }
+  const narrow = innerWidth < 760
+  const small = "text, tspan { font-size: 12px !important; }" // the theme's own sizes win over the settings
   const initialize = mermaid.initialize
   mermaid.initialize = config => initialize({
     ...config,
@@ -8,7 +14,8 @@
       marker path, marker polygon {
         fill: var(--md-mermaid-sequence-message-line-color) !important;
         stroke: var(--md-mermaid-sequence-message-line-color) !important;
-      }`,
-    sequence: { ...config.sequence, useMaxWidth: innerWidth >= 760, actorMargin: 40 },
+      }
+      ${narrow ? small : ""}`,
+    sequence: { ...config.sequence, ...(narrow ? phone : {}) },
   })
 }
