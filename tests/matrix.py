@@ -2,7 +2,8 @@
 
 python tests/matrix.py run RESULTS       in an environment that has that torch: `make matrix VERSION=2.8.0`
 python tests/matrix.py merge RESULTS     the tables of all torches in the folder
-python tests/matrix.py docs RESULTS      write what the doctor found into docs/faults, and the page of it, docs/faults.md
+python tests/matrix.py docs RESULTS      write what the doctor found into docs/faults, and what is made of it: docs/faults.md and
+                                         the tables of README.md and docs/thread-safety.md
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, REPORTS = ROOT / "docs/faults.md", ROOT / "docs/faults"
+README, PROMISES = ROOT / "README.md", ROOT / "docs/thread-safety.md"
 OUTCOMES = ("passed", "failed", "xfailed", "skipped")
 
 
@@ -110,15 +112,101 @@ def keep(folder: Path) -> None:
         Path(REPORTS, path.name).write_text(json.dumps(report, indent=1) + "\n")
 
 
+def kept() -> list[dict[str, Any]]:
+    """Return the reports among the docs, oldest torch first."""
+    return sorted((json.loads(path.read_text()) for path in REPORTS.glob("torch-*.json")), key=_version_of)
+
+
+def _torch(report: dict[str, Any]) -> str:
+    return str(report["versions"]["torch"]).partition("+")[0]
+
+
+def _rows(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row of each hazard, of the newest torch, in the order of the newest report."""
+    rows = {row["id"]: row for report in reversed(reports) for row in reversed(report["rows"])}
+    order = [row["id"] for report in reversed(reports) for row in report["rows"]]
+    return [rows[id_] for id_ in dict.fromkeys(order)]
+
+
 def page() -> str:
     """Return the page of the docs that shows which torch has which fault."""
-    reports = sorted((json.loads(path.read_text()) for path in REPORTS.glob("torch-*.json")), key=_version_of)
+    reports = kept()
     promised = {row["id"]: row["protected"] for report in reports for row in report["rows"]}
     made = [f"torch {one['versions']['torch']} with Python {one['versions']['python']}" for one in reports]
     return PAGE_TEXT.format(
-        made=", ".join(made), table=faults(reports), open=", ".join(id_ for id_, kept in promised.items() if not kept)
+        made=", ".join(made),
+        table=faults(reports),
+        open=", ".join(id_ for id_, kept in promised.items() if not kept),
+        seen=seen(reports),
     )
 
+
+def seen(reports: list[dict[str, Any]]) -> str:
+    """Return what the doctor said of each hazard on the newest torch that has it."""
+    lines = ["|  | torch | what was seen on torch alone |", "| --- | --- | --- |"]
+    found: dict[str, str] = {}
+    for report in reports:
+        for row in report["rows"]:
+            if row["without"]["outcome"] in ("fault", "crash", "hang"):
+                found[row["id"]] = (
+                    f"| {row['id']} | {_torch(report)} | {row['without']['detail'].replace('|', '&#124;')} |"
+                )
+    lines += [found[row["id"]] for row in _rows(reports) if row["id"] in found]
+    return "\n".join(lines)
+
+
+def short(reports: list[dict[str, Any]]) -> str:
+    """Return the README's table: each hazard on torch alone by version, and what is left of it with safecompile."""
+    versions = [_torch(report) for report in reports]
+    lines = [f"|  | hazard | {' | '.join(versions)} | with safecompile |", f"|{' --- |' * (3 + len(versions))}"]
+    names = {"healthy": "-", "not applicable": "not run"}
+    for one in _rows(reports):
+        cells, left, ran = [], [], False
+        for report in reports:
+            row = next((row for row in report["rows"] if row["id"] == one["id"]), None)
+            outcome, protected = (row["without"]["outcome"], row["with"]["outcome"]) if row else ("not applicable",) * 2
+            cells.append(names.get(outcome, outcome))
+            ran = ran or protected != "not applicable"
+            if protected not in names:
+                left.append(f"{protected} on {_torch(report)}")
+        lines.append(
+            f"| {one['id']} | {one['title']} | {' | '.join(cells)} | {', '.join(left) or ('healthy' if ran else 'not run')} |"
+        )
+    return "\n".join(lines)
+
+
+def by_version(reports: list[dict[str, Any]]) -> str:
+    """Return for each torch which hazards the doctor met in it, and which were left with safecompile."""
+    lines = ["| torch | Python | met on torch alone | met with safecompile | not run here |", f"|{' --- |' * 5}"]
+    for report in reports:
+        without: list[str] = []
+        left: list[str] = []
+        idle: list[str] = []
+        for row in report["rows"]:
+            for outcome, ids in ((row["without"]["outcome"], without), (row["with"]["outcome"], left)):
+                if outcome not in ("healthy", "not applicable"):
+                    ids.append(row["id"])
+            if row["without"]["outcome"] == "not applicable":
+                idle.append(row["id"])
+        cells = [", ".join(ids) or "none" for ids in (without, left, idle)]
+        lines.append(f"| {report['versions']['torch']} | {report['versions']['python']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def put(text: str, table: str) -> str:
+    """Replace what stands between the two marks in a page.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page has no part between {START} and {END}")
+    return f"{before}{start}\n\n{table}\n\n{end}{after}"
+
+
+START, END = "<!-- made by tests/matrix.py docs -->", "<!-- until here -->"
 
 PAGE_TEXT = """\
 # Faults by version
@@ -129,8 +217,21 @@ The letter of a row says what kind of fault it is: **S**ilent wrong numbers, a *
 {open}.
 
 {table}
+## What was seen
+
+In the doctor's words, on the newest of these versions that has the fault.
+
+{seen}
+
 *Generated by `python tests/matrix.py docs matrix` from the doctor's results in `docs/faults`; `make matrix` makes them.*
 """
+
+
+def write_pages() -> None:
+    """Write all that is made of the reports among the docs."""
+    PAGE.write_text(page())
+    README.write_text(put(README.read_text(), short(kept())))
+    PROMISES.write_text(put(PROMISES.read_text(), by_version(kept())))
 
 
 def main() -> int:
@@ -142,7 +243,7 @@ def main() -> int:
         return run(options.results, rest)
     if options.what == "docs":
         keep(options.results)
-        PAGE.write_text(page())
+        write_pages()
         return 0
     print(merged(options.results))  # noqa: T201
     return 0

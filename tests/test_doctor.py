@@ -118,6 +118,23 @@ def test_the_exit_code_says_whether_a_protected_row_is_faulty(outcome: Any, foun
     assert main(["doctor"]) == 1
 
 
+def test_who_asks_for_some_hazards_sees_of_the_patch_points_what_is_wrong(
+    found: Callable[[Report], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found(report())
+    main(["doctor", "--quick", "--markdown"])
+    assert "fx-patches" not in capsys.readouterr().out
+    main(["doctor", "--markdown"])
+    assert "fx-patches" in capsys.readouterr().out
+    found(
+        replace(report(), patches=[*POINTS, replace(POINTS[0], name="exports", state="mismatch", detail="no _Patcher")])
+    )
+    main(["doctor", "--quick", "--markdown"])
+    shown = capsys.readouterr().out
+    assert "exports" in shown
+    assert "fx-patches" not in shown
+
+
 def test_the_exit_code_of_patches_says_whether_one_does_not_match(found: Callable[[Report], None]) -> None:
     found(report())
     assert main(["doctor", "--patches"]) == 0

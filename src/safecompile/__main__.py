@@ -72,7 +72,9 @@ def _examine(options: argparse.Namespace, ids: Sequence[str] | None) -> int:
         Path(options.json).write_text(report.to_json())
     print(report.versions)
     _show(_table.report_lines(report), "Hazards", options)
-    _show(_table.patch_lines(report.patches), "Patch points", options)
+    # Who asked for some hazards sees of the points what is wrong.
+    if points := [point for point in report.patches if ids is None or point.state == "mismatch"]:
+        _show(_table.patch_lines(points), "Patch points", options)
     print(_table.verdict(report))
     return int(report.failed)
 

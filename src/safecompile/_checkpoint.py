@@ -105,7 +105,7 @@ def checkpoint_sequential(
         functions: an ``nn.Sequential``, or callables of one argument.
         segments: how many regions to make.
         input: the argument of the first function.
-        **options: the options of :func:`checkpoint`.
+        **options: the options of ``checkpoint``.
 
     Raises:
         ValueError: ``segments`` is not between 1 and the number of functions, or ``use_reentrant=True``.

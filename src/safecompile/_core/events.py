@@ -189,7 +189,7 @@ calls = _Calls()
 def subscribe(subscriber: Callable[[Any], None], *kinds: type) -> None:
     """Call ``subscriber`` with each event of these kinds, in the thread that it happened in, after it.
 
-    For a :class:`Compile` these are those that begin from now on, and the thread has the compile lock. The subscriber
+    For a ``Compile`` these are those that begin from now on, and the thread has the compile lock. The subscriber
     must be quick and must not wait for a thread. What it raises is logged.
     """
     with _changing:

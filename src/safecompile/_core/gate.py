@@ -2,9 +2,9 @@
 
 Dynamo looks in its cache, misses, waits for the compile lock, and compiles, without looking again. The
 gate closes that hole with a counter, the *epoch*. A guarded call notes the epoch before it looks in the
-cache. When it is about to compile, under the lock, it asks :meth:`Gate.admit` whether an entry for the
+cache. When it is about to compile, under the lock, it asks ``Gate.admit`` whether an entry for the
 same code was finished after the noted epoch; if so, it must look again, and Dynamo's own guards decide.
-Warm calls only read :attr:`Gate.epoch`: they take no lock and write nothing.
+Warm calls only read ``Gate.epoch``: they take no lock and write nothing.
 
 The entry becomes visible a moment *after* the compiling thread has given the lock back (C++ inserts it),
 so the epoch advances only when every finished entry has been seen in place: whoever reads epoch ``e``

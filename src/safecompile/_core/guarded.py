@@ -46,7 +46,7 @@ class CallableStatistics:
     """Calls, or parts of them after a graph break, that ran as they are: because another thread compiled, or at the
     recompile limit."""
     reasons: tuple[tuple[str, int], ...]
-    """Why it was compiled, as :class:`safecompile.observe.Compile` says it, and how often for that reason."""
+    """Why it was compiled, as ``safecompile.observe.Compile`` says it, and how often for that reason."""
 
 
 def count_so_far(counter: itertools.count[int]) -> int:
@@ -74,11 +74,13 @@ class Guarded:
         when_compiling: WhenCompiling = "wait",
         recompile_limit: int | None = None,
     ) -> None:
-        self.name, self.filename, self.line = name, filename, line
+        self.name: str = name
+        self.filename: str = filename
+        self.line: int = line
         self._when_compiling = when_compiling
         self.recompile_limit = recompile_limit
         # What each call takes the next of: the one thing that a warm call writes. It is C code, so that no count is lost.
-        self.calls = itertools.count()
+        self.calls: itertools.count[int] = itertools.count()
         # The rest is guarded by _guard; no warm call writes it.
         self._compiles = self._waits = self._eager_runs = 0
         self._compile_seconds = self._waited_seconds = 0.0

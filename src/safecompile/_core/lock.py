@@ -89,7 +89,7 @@ class FXTraceLock:
         warn_after: seconds of waiting after which the log says who holds the lock (and again each time
             the waiting has doubled).
         limit: seconds after which a wait without a timeout of its own raises
-            :class:`~safecompile.LockTimeoutError`.
+            ``LockTimeoutError``.
     """
 
     def __init__(self, source: Callable[[], RawLock], *, warn_after: float = 30.0, limit: float = 1800.0) -> None:
@@ -107,7 +107,7 @@ class FXTraceLock:
     def acquire(self, timeout: float | None = None) -> bool:
         """Take the lock; return whether it was taken within ``timeout`` seconds.
 
-        Without a timeout the wait is bounded by :attr:`limit`.
+        Without a timeout the wait is bounded by ``limit``.
 
         Raises:
             LockTimeoutError: no timeout was given and the limit passed; names the holder, with its stack.

@@ -46,7 +46,7 @@ from safecompile._patches.when_compiling import WhenCompiling
 __all__ = ["fx_trace_lock", "gate", "patches"]
 
 gate = Gate()
-fx_trace_lock = FXTraceLock(compile_lock)
+fx_trace_lock: FXTraceLock = FXTraceLock(compile_lock)
 
 # How long an installation waits for traces and compiles that began before it.
 STRAGGLERS_LIMIT = 5.0

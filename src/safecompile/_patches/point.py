@@ -23,8 +23,8 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 class PatchPoint(ABC):
     """One place in torch that is changed while the patches are installed.
 
-    Subclasses say what the point protects and make the change in :meth:`apply` with :meth:`replace`,
-    :meth:`wrap` and :meth:`recode`, which remember what was there.
+    Subclasses say what the point protects and make the change in ``apply`` with ``replace``,
+    ``wrap`` and ``recode``, which remember what was there.
     """
 
     name: str

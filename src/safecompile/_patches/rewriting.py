@@ -89,12 +89,12 @@ def _key(code: CodeType) -> tuple[str, int]:
 
 
 def constant(name: str) -> str:
-    """Return the text that stands in code for the object ``name`` until :func:`with_constants` puts it in."""
+    """Return the text that stands in code for the object ``name`` until ``with_constants`` puts it in."""
     return f"<safecompile constant {name}>"
 
 
 def with_constants(code: CodeType, **objects: Any) -> CodeType:
-    """Return ``code`` with objects in the place of :func:`constant` texts.
+    """Return ``code`` with objects in the place of ``constant`` texts.
 
     In this way a function of torch reaches our objects without a name being added to torch's modules.
     """
@@ -112,7 +112,7 @@ class Instead(ast.NodeTransformer):
     """Looks up an attribute of an object of ours where code has one of torch's with this text, ``owner.name``."""
 
     def __init__(self, text: str, name: str) -> None:
-        """``name`` is the object's, as for :func:`constant`."""
+        """``name`` is the object's, as for ``constant``."""
         self._text, self._name = text, name
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:

@@ -1,4 +1,4 @@
-"""The names that :class:`ThreadGlobals` makes each thread's own."""
+"""The names that ``ThreadGlobals`` makes each thread's own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Process-wide flags of torch that become each thread's own.
 
 Much of what tracing and compiling keep in module globals describes the *calling thread*: "an FX trace is
-going on", "is compiling", the current patcher, the metadata for the next node. :class:`ThreadGlobals`
+going on", "is compiling", the current patcher, the metadata for the next node. ``ThreadGlobals``
 moves such names of one module into thread-local storage: the module's own functions are compiled again
 from their source with each use of the name redirected, and keep their identity; reads and writes from
 outside (``torch.compiler._is_compiling_flag = True``) reach the same storage through properties on the module.

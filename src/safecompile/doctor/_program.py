@@ -124,7 +124,7 @@ class Program:
 
 
 def program(id: str, title: str, **options: Any) -> Callable[[Callable[[Case], str | None]], Program]:  # noqa: A002
-    """Make a :class:`Program` of the decorated function."""
+    """Make a ``Program`` of the decorated function."""
     return lambda run: Program(id=id, title=title, run=run, **options)
 
 

@@ -25,7 +25,7 @@ def run_program(module: str, how: Literal["with", "without"], *, limit: float) -
     """Run the program in ``module``, a dotted name, with safecompile or without it.
 
     Args:
-        module: it has a ``run`` that :func:`safecompile.doctor._program.program` made.
+        module: it has a ``run`` that ``safecompile.doctor._program.program`` made.
         how: "with" or "without".
         limit: seconds after which it counts as a hang; then it shows its stacks and is killed.
     """

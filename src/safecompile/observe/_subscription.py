@@ -21,7 +21,7 @@ KINDS: tuple[type[Any], ...] = (Call, Compile, EagerRun, RecompileLimit, Wait)
 
 
 class Subscription:
-    """Until it is closed, events are told. Made by :func:`subscribe`; a context manager that closes it."""
+    """Until it is closed, events are told. Made by ``subscribe``; a context manager that closes it."""
 
     def __init__(self, callback: Callable[[Any], object], kinds: tuple[type[Any], ...]) -> None:
         self._callback, self._closed = callback, False
@@ -66,7 +66,7 @@ def subscribe(callback: Callable[[Any], object], *kinds: type[Any]) -> Subscript
 
     Args:
         callback: takes the event.
-        *kinds: which events, as their classes; by default all but :class:`Call`. Subscribing to that makes each warm
+        *kinds: which events, as their classes; by default all but ``Call``. Subscribing to that makes each warm
             call of each guarded callable slower: by about 30 % for the smallest function (one addition of three numbers,
             with the backend ``"eager"``) and a callback that does nothing. The others cost a warm call nothing.
 

@@ -1,7 +1,7 @@
 """For the tests of programs with threads: how much is compiled, and in which order locks are taken.
 
-:func:`max_compiles` and :func:`no_compiles` say of each compile that is too many which function it was, and which guard or
-argument made it necessary. :func:`lock_order` finds orders of locks that can deadlock, although no threads meet.
+``max_compiles`` and ``no_compiles`` say of each compile that is too many which function it was, and which guard or
+argument made it necessary. ``lock_order`` finds orders of locks that can deadlock, although no threads meet.
 
 With pytest: ``pytest_plugins = ["safecompile.testing.pytest_plugin"]`` in ``conftest.py`` gives the fixtures
 ``max_compiles`` and ``no_compiles``.

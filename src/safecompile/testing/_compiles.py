@@ -32,7 +32,7 @@ def max_compiles(n: int) -> MaxCompiles:
     and each graph that is given to AOTAutograd or Inductor directly. A frame that turns out to be skipped, or is
     inlined, is no compile. One that fails is listed, but not counted. Let threads end inside the block.
 
-    The block installs the patches. It gives the :class:`MaxCompiles`, whose ``compiles`` can be looked at.
+    The block installs the patches. It gives the ``MaxCompiles``, whose ``compiles`` can be looked at.
 
     Args:
         n: how many are allowed, 0 or more.
@@ -59,7 +59,7 @@ def no_compiles() -> MaxCompiles:
 
 
 class MaxCompiles:
-    """A limit on how much is compiled: a context manager and a decorator. Made by :func:`max_compiles`."""
+    """A limit on how much is compiled: a context manager and a decorator. Made by ``max_compiles``."""
 
     def __init__(self, n: int) -> None:
         self._n = n

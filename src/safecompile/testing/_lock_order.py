@@ -159,7 +159,7 @@ _Lock, _RLock = threading.Lock, threading.RLock
 def lock_order() -> Iterator[LockOrder]:
     """Check the order of ``fx_trace_lock`` and of all locks that are made inside the ``with`` block, in any thread.
 
-    Locks that exist already are checked if :meth:`LockOrder.watch` wraps them. Use it in one test at a time.
+    Locks that exist already are checked if ``LockOrder.watch`` wraps them. Use it in one test at a time.
 
     Raises:
         LockOrderError: in the thread that takes a lock in the wrong order, before it waits; and at the end of the
