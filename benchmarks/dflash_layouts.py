@@ -50,8 +50,11 @@ sys.path.insert(0, str(EXAMPLE))
 import devices  # noqa: E402  # after what the example decorates with
 import train  # noqa: E402
 from config import Config  # noqa: E402
+from drafter import new_drafter  # noqa: E402
 from pipeline import WorkerError  # noqa: E402
+from replica import Numbers, Replica, mean_gradients  # noqa: E402
 from target import Features, Target, Vocabulary  # noqa: E402
+from work import Work, make_work  # noqa: E402
 
 LAYOUTS = ("threads", "stock", "one-thread", "processes")
 DEVICE = torch.device("cuda", 0)
@@ -337,17 +340,17 @@ def load(config: Config, count: int) -> list[Target]:
 def threads(config: Config, measured: Measured, *, count_again: bool) -> None:
     """Run the example's own training."""
     training = train.Training(config, tokens(), load(config, config.targets))
-    gradients = train.Replica.gradients
+    gradients = Replica.gradients
     seen: dict[str, dict[str, float]] = {}
 
-    def watched(self: train.Replica, work: train.Work, step: int) -> Any:
+    def watched(self: Replica, work: Work, step: int) -> Any:
         try:
             return gradients(self, work, step)
         except Exception as error:
             measured.failed(threading.current_thread().name, error)
             raise
 
-    def report(step: int, numbers: train.Numbers) -> None:
+    def report(step: int, numbers: Numbers) -> None:
         measured.step(numbers["loss"])
         if step == measured.warm_up:
             seen.update({name: dict(thread.seconds) for name, thread in training.monitor.threads.items()})
@@ -355,7 +358,7 @@ def threads(config: Config, measured: Measured, *, count_again: bool) -> None:
     def tick() -> None:
         training.monitor.sample()
 
-    train.Replica.gradients = watched  # type: ignore[method-assign]
+    Replica.gradients = watched  # type: ignore[method-assign]
     try:
         training.run(report, tick)
     except WorkerError as error:
@@ -388,9 +391,9 @@ def one_thread(config: Config, measured: Measured) -> None:
         losses = []
         for index, replica in enumerate(training.replicas):
             target = targets[(step * config.drafters + index) % config.targets]
-            losses.append(replica.gradients(train.make_work(config, source, target, step, index), step).loss)
+            losses.append(replica.gradients(make_work(config, source, target, step, index), step).loss)
         gradients = [[p.grad for p in r.drafter.parameters() if p.grad is not None] for r in training.replicas]
-        means = train.mean_gradients(gradients, DEVICE)
+        means = mean_gradients(gradients, DEVICE)
         if read:
             measured.step(read()[0])
         for replica in training.replicas:
@@ -449,7 +452,7 @@ def target_process(config: Config, index: int, ends: Ends) -> None:
     (target,) = load(config, 1)
     for ticket in range(index, config.steps * config.drafters, config.targets):
         item, replica = divmod(ticket, config.drafters)
-        work = train.make_work(config, source, target, item, replica)
+        work = make_work(config, source, target, item, replica)
         ends.work[index][replica].put((work.tokens, work.loss_mask, *work.features))
     ends.over.wait()  # what was handed over is this process's memory
 
@@ -462,7 +465,7 @@ def drafter_process(config: Config, index: int, ends: Ends) -> None:
     shape, taps, mask_id = target.shape, len(target.taps), target.language.mask_id
     del target
     torch.cuda.empty_cache()
-    replica = train.Replica(config, index, train.new_drafter(config, shape, taps, DEVICE), vocabulary, mask_id)
+    replica = Replica(config, index, new_drafter(config, shape, taps, DEVICE), vocabulary, mask_id)
     parameters = list(replica.drafter.parameters())
     own = torch.empty(sum(p.numel() for p in parameters), device=DEVICE)
     for other in range(config.drafters):
@@ -476,11 +479,11 @@ def drafter_process(config: Config, index: int, ends: Ends) -> None:
     for step in range(config.steps):
         ticket = step * config.drafters + index
         tokens_, loss_mask, tapped, normed = ends.work[ticket % config.targets][index].get()
-        made = replica.gradients(train.Work(tokens_, loss_mask, Features(tapped, normed)), step)
+        made = replica.gradients(Work(tokens_, loss_mask, Features(tapped, normed)), step)
         torch.cat([p.grad.flatten() for p in parameters if p.grad is not None], out=own)
         torch.cuda.synchronize()
         ends.barrier.wait()
-        (mean,) = train.mean_gradients([[part] for part in in_order], DEVICE)
+        (mean,) = mean_gradients([[part] for part in in_order], DEVICE)
         torch.cuda.synchronize()
         ends.barrier.wait()
         for parameter, part in zip(parameters, mean.split(sizes), strict=True):

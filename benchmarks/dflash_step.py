@@ -1,6 +1,6 @@
 """Time one training step of a drafter at full size, on random features: ``python benchmarks/dflash_step.py`` (needs a GPU).
 
-The step is the example's own (`train.Replica`): draw anchors, build the mask, forward, chunked loss, backward, clip, optimizer
+The step is the example's own (`Replica`): draw anchors, build the mask, forward, chunked loss, backward, clip, optimizer
 with float32 masters. By default the sizes are those of the 8B drafter (5 layers, width 4096, 151,936 ids) with sequences of
 3,072 tokens and 512 anchors in blocks of 16. ``--profile`` says which kinds of kernels the time went to.
 """
@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "dflash"))
 from config import Config
 from drafter import Drafter, DrafterShape
 from loss import GRADIENTS, Gradient
+from replica import Replica
 from target import Features, Vocabulary
-from train import Replica, Work
+from work import Work
 
 EIGHT_B = DrafterShape(
     hidden_size=4096,

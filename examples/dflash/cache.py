@@ -32,7 +32,7 @@ _LEFTOVERS = (".work-*.new", ".index.json.*.new", ".tmp*")
 
 
 class Stored(NamedTuple):
-    """A batch of work, on the CPU: see `train.Work`."""
+    """A batch of work, on the CPU: see `work.Work`."""
 
     tokens: Tensor
     loss_mask: Tensor

@@ -44,13 +44,16 @@ from checkpoints import Checkpoint, Checkpoints, by_step, contract, differing, e
 from config import Config, ConfigError
 from data import Conversations, Source
 from display import Display
+from drafter import drafter_shape, new_drafter
 from evaluator import Evaluator
 from interrupt import Interrupted, interruptible
 from nodes import ALONE, NodeError, Nodes
 from pipeline import WorkerError
+from replica import Numbers, Replica
 from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, OPTIONS, SUMMARY, RunFolder, Start
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, check_shareable, choose_taps, language_of, read_config, shape_of
+from work import fill
 
 _NOT_WRITTEN = (OSError, SafetensorError)
 """What a full disk raises, which may be why a run ends: safetensors has an error of its own, which is no OSError."""
@@ -252,7 +255,7 @@ def make_cache(config: Config, folder: Path) -> None:
             shown = time.monotonic()
             print(f"{begun.works - len(begun.missing())} of {begun.works}", flush=True)
 
-    train.fill(config, train_on, targets, begun, tick)
+    fill(config, train_on, targets, begun, tick)
     print(f"all there; train on it with --cache {folder}")
 
 
@@ -263,7 +266,7 @@ def _checked(config: Config) -> tuple[tuple[int, ...], Language, Source, Source]
     config.check_positions(getattr(target, "max_position_embeddings", None))
     shape = shape_of(target)
     taps = choose_taps(config.taps, shape)
-    train.drafter_shape(config, shape, len(taps))
+    drafter_shape(config, shape, len(taps))
     if config.eval_every:
         check_shareable(target)
     language = language_of(
@@ -372,7 +375,7 @@ class Run:
             return failed
         references = evaluate.references(config, self._held_out, judge)
         self._done("references")
-        untrained = train.new_drafter(config, judge.shape, len(self.taps), judge.device)
+        untrained = new_drafter(config, judge.shape, len(self.taps), judge.device)
         block = config.block_size
         evaluations = {
             "untrained": evaluate.evaluate(config, judge, lambda: DFlashProposer(untrained, judge, block), references)
@@ -461,7 +464,7 @@ class Run:
         members.doing, members.numbers = training.doing, training.numbers
         written = recorder.Recorder(training, self.folder.metric, self._training_seconds)
 
-        def report(step: int, numbers: train.Numbers) -> None:
+        def report(step: int, numbers: Numbers) -> None:
             written.step(step, numbers)
             if (step + 1) % config.save_every == 0:
                 self._compare(training.replicas[0])
@@ -494,7 +497,7 @@ class Run:
         members.doing = lambda: "has trained"
         return training
 
-    def _compare(self, replica: train.Replica, when: str = "") -> None:
+    def _compare(self, replica: Replica, when: str = "") -> None:
         """Make sure that all nodes have the same weights after the replica's last step.
 
         Raises:
@@ -536,7 +539,7 @@ class Run:
         assert self.training
         return (self._checkpoint.seconds if self._checkpoint else 0.0) + self.training.seconds
 
-    def _save(self, replica: train.Replica, *, final: bool = False) -> None:
+    def _save(self, replica: Replica, *, final: bool = False) -> None:
         """Save the state after a replica's last step, as a checkpoint and as a drafter to use, each unless one as new is there.
 
         A drafter of more steps, from a run before a restart, stays until the ``final`` one of this run takes its place.

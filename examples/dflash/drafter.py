@@ -12,10 +12,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+import data
 from attention import FULL, SLIDING, Mask, Masks, attend, drafting_mask
 from backend import BACKEND
-from config import ConfigError
+from config import Config, ConfigError
 from safecompile import thread_safe_compile
+from target import TargetShape
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values of one layer, each ``[batch, kv_heads, rows, head_dim]``."""
@@ -78,6 +80,35 @@ class DrafterShape:
     def window(self, layer: int) -> int | None:
         """Return how far a layer looks back; None for a full layer, which sees everything."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+
+def drafter_shape(config: Config, target: TargetShape, taps: int) -> DrafterShape:
+    """Return the drafter for a target: of its width, with fewer layers, and with its heads unless the configuration names others.
+
+    Raises:
+        ConfigError: if the sizes do not go together.
+    """
+    layer_types = tuple(config.layer_types or ())
+    return DrafterShape(
+        hidden_size=target.hidden_size,
+        intermediate_size=_own(config.draft_intermediate_size, target.intermediate_size),
+        layers=config.layers,
+        heads=_own(config.draft_heads, target.heads),
+        kv_heads=_own(config.draft_kv_heads, target.kv_heads),
+        head_dim=_own(config.draft_head_dim, target.head_dim),
+        taps=taps,
+        rope_theta=target.rope_theta,
+        rms_norm_eps=target.rms_norm_eps,
+        layer_types=layer_types,
+        sliding_window=config.sliding_window if SLIDING in layer_types else None,
+    )
+
+
+def new_drafter(config: Config, target: TargetShape, taps: int, device: torch.device) -> Drafter:
+    """Return an untrained drafter; its weights follow from the seed alone."""
+    drafter = Drafter(drafter_shape(config, target, taps))
+    drafter.initialize(target.initializer_range, data.generator(config.seed, "drafter"))
+    return drafter.to(device)
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
@@ -250,3 +281,7 @@ class Drafter(nn.Module):
 
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+
+def _own(named: int | None, targets: int) -> int:
+    return targets if named is None else named

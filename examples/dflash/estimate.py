@@ -17,9 +17,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import cache
-import train
 from config import Config, ConfigError
-from drafter import Drafter, DrafterShape
+from drafter import Drafter, DrafterShape, drafter_shape
 from optimizer import OptimizerName
 from target import TargetShape, choose_taps, read_config, shape_of
 
@@ -79,7 +78,7 @@ def estimate(config: Config, *, rate: float = 2800.0) -> Estimate:
     config.check_positions(getattr(model_config, "max_position_embeddings", None))
     target = shape_of(model_config)
     taps = choose_taps(config.taps, target)
-    shape = train.drafter_shape(config, target, len(taps))
+    shape = drafter_shape(config, target, len(taps))
     if config.mask_token_id is not None and config.mask_token_id >= model_config.vocab_size:
         raise ConfigError(
             f"mask_token_id is {config.mask_token_id}, but the target's ids end at {model_config.vocab_size - 1}"

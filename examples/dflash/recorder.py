@@ -8,6 +8,7 @@ from typing import Any
 
 import train
 from monitor import COMPILES, WAITS_TO_COMPILE, ThreadState, memory
+from replica import Numbers
 from safecompile import statistics
 
 EVERY_SECONDS = 5.0
@@ -38,7 +39,7 @@ class Recorder:
         self._states: dict[str, str] = {}
         self._written = time.monotonic()
 
-    def step(self, step: int, numbers: train.Numbers) -> None:
+    def step(self, step: int, numbers: Numbers) -> None:
         """Write about a step, with the numbers that training itself has; to be called in the first replica's thread."""
         training = self._training
         self._write(

@@ -49,6 +49,7 @@ import demo  # noqa: E402  # its functions take the backend when they are define
 import nodes  # noqa: E402
 import recorder  # noqa: E402
 import train  # noqa: E402
+from replica import Numbers, Replica  # noqa: E402
 
 trainings: list[train.Training] = []
 
@@ -64,7 +65,7 @@ def before(owner: Any, name: str, act: Callable[..., None]) -> None:
     setattr(owner, name, call)
 
 
-def after_step(of: recorder.Recorder, step: int, numbers: train.Numbers) -> None:
+def after_step(of: recorder.Recorder, step: int, numbers: Numbers) -> None:
     for what, number in (("kill", signal.SIGKILL), ("terminate", signal.SIGTERM)):
         if FAULTS.get(what) == [RANK, step + 1] and not (OUT / what).exists():
             (OUT / what).touch()
@@ -84,20 +85,20 @@ if FAULTS.get("no_mean"):
 if FAULTS.get("no_comparison"):
     demo.Run._compare = lambda *rest: None  # type: ignore[method-assign]
 if FAULTS.get("no_offset"):
-    make = train.Replica.__init__
+    make = Replica.__init__
 
-    def unnumbered(self: train.Replica, *args: Any) -> None:
+    def unnumbered(self: Replica, *args: Any) -> None:
         make(self, *args)
         self.number = self.index
 
-    train.Replica.__init__ = unnumbered  # type: ignore[method-assign,assignment]
+    Replica.__init__ = unnumbered  # type: ignore[method-assign,assignment]
 if FAULTS.get("forgets_optimizer") == RANK:
-    restore = train.Replica.restore
+    restore = Replica.restore
 
-    def forgetful(self: train.Replica, snapshot: Any) -> None:
+    def forgetful(self: Replica, snapshot: Any) -> None:
         restore(self, snapshot._replace(optimizer={n: torch.zeros_like(t) for n, t in snapshot.optimizer.items()}))
 
-    train.Replica.restore = forgetful  # type: ignore[method-assign]
+    Replica.restore = forgetful  # type: ignore[method-assign]
 
 code = demo.main([*sys.argv[3:], *FAULTS.get("options", {}).get(str(RANK), [])])
 if trainings:

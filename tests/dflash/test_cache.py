@@ -23,6 +23,7 @@ from config import Config, ConfigError
 from pipeline import WorkerError
 from target import Features, Target
 from tests.dflash.small import SMALL, TEXT
+from work import Work, fill, make_work
 
 CPU = torch.device("cpu")
 TAPS = (0, 2, 3)
@@ -50,7 +51,7 @@ def targets(config: Config) -> list[Target]:
 def made(config: Config, targets: list[Target], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a complete cache, not to be changed."""
     folder = tmp_path_factory.mktemp("cache") / "features"
-    train.fill(config, TEXT, targets, cache.begin(folder, config, TEXT, TAPS, TOKEN_BYTES))
+    fill(config, TEXT, targets, cache.begin(folder, config, TEXT, TAPS, TOKEN_BYTES))
     return folder
 
 
@@ -70,8 +71,8 @@ def test_what_is_read_is_what_the_target_made(config: Config, targets: list[Targ
     stored = cache.open_complete(made, config, TEXT, TAPS)
     assert stored.works == cache.works_of(config) == 6
     for number in range(6):
-        work = train.make_work(config, TEXT, targets[0], *divmod(number, 2))
-        read = train.Work(*stored.read(number))
+        work = make_work(config, TEXT, targets[0], *divmod(number, 2))
+        read = Work(*stored.read(number))
         assert read.tokens.dtype == work.tokens.dtype
         for one, other in (
             (work.tokens, read.tokens),
@@ -122,12 +123,12 @@ def test_making_goes_on_where_it_was_ended(
     with monkeypatch.context() as patch:
         patch.setattr(cache.Cache, "write", fails)
         with pytest.raises(WorkerError, match="no space left"):
-            train.fill(config, TEXT, targets, begun)
+            fill(config, TEXT, targets, begun)
     assert len(begun.missing()) == 3
     with pytest.raises(ConfigError, match=r"lacks 3 of its 6 .* --make-cache"):
         cache.open_complete(folder, config, TEXT, TAPS)
     there = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
-    train.fill(config, TEXT, targets, cache.begin(folder, config, TEXT, TAPS, TOKEN_BYTES))
+    fill(config, TEXT, targets, cache.begin(folder, config, TEXT, TAPS, TOKEN_BYTES))
     assert all(path.stat().st_mtime_ns == time for path, time in there.items())
     for path in made.iterdir():
         assert (folder / path.name).read_bytes() == path.read_bytes()
@@ -253,7 +254,7 @@ def test_a_run_goes_on_with_a_copy_of_its_cache_and_with_no_other(
     others["drafters"] = replace(config, drafters=3, steps=4)  # as many batches of work
     for name, drawn_otherwise in others.items():
         folder = tmp_path / name
-        train.fill(drawn_otherwise, TEXT, targets, cache.begin(folder, drawn_otherwise, TEXT, TAPS, TOKEN_BYTES))
+        fill(drawn_otherwise, TEXT, targets, cache.begin(folder, drawn_otherwise, TEXT, TAPS, TOKEN_BYTES))
         with pytest.raises(ConfigError, match=rf"the cache was drawn by .*'{name}': \d.* there and by .* here: make"):
             resumed(folder)
     with pytest.raises(ConfigError, match=r"the cache was drawn by .* there and by None here"):

@@ -27,6 +27,7 @@ from speculative import greedy
 from target import Target
 from tests.dflash.small import SMALL
 from tests.helpers.models import tiny_model
+from work import make_work
 
 CPU = torch.device("cpu")
 PLAIN = (
@@ -273,11 +274,11 @@ def test_each_conversation_comes_once_before_any_comes_again() -> None:
 def test_the_targets_answer_to_each_prompt_is_what_it_would_say_alone(plain: Target, tmp_path: Path) -> None:
     config = replace(CONFIG, data=lines(tmp_path / "chats.jsonl", *numbered(64)))
     chats = chat.load(config, plain.language)
-    work = train.make_work(config, chats.train, plain, 1, 1)
+    work = make_work(config, chats.train, plain, 1, 1)
     prompts = [chats.train.at((1 * 2 + 1) * 4 + i, config.seed).tokens for i in range(4)]
     assert len({len(prompt) for prompt in prompts}) > 1
     with no_compiles():  # whatever the lengths
-        works = [train.make_work(config, chats.train, plain, item, 0) for item in range(4)]
+        works = [make_work(config, chats.train, plain, item, 0) for item in range(4)]
     shortest = {int(w.loss_mask.int().argmax(1).min()) for w in works}
     assert len(shortest) > 1
     assert work.tokens.shape == work.loss_mask.shape == (4, 48)
@@ -295,7 +296,7 @@ def test_the_targets_answer_to_each_prompt_is_what_it_would_say_alone(plain: Tar
 def test_answers_that_are_there_are_learned_from_as_they_are(plain: Target, tmp_path: Path) -> None:
     config = replace(CONFIG, answers="data", data=lines(tmp_path / "chats.jsonl", *numbered(64)))
     chats = chat.load(config, plain.language)
-    work = train.make_work(config, chats.train, plain, 0, 0)
+    work = make_work(config, chats.train, plain, 0, 0)
     for row in range(4):
         sample = chats.train.at(row, config.seed)
         count = len(sample.tokens)
@@ -309,7 +310,7 @@ def test_answers_that_are_there_are_learned_from_as_they_are(plain: Target, tmp_
 
 def test_a_text_is_learned_from_as_it_is_if_asked_for(plain: Target) -> None:
     text = torch.arange(200, dtype=torch.int32)
-    work = train.make_work(replace(CONFIG, answers="data"), text, plain, 0, 0)
+    work = make_work(replace(CONFIG, answers="data"), text, plain, 0, 0)
     assert (work.tokens.diff(dim=1) == 1).all()
     assert work.loss_mask.sum(1).tolist() == [16] * 4
     assert work.loss_mask[:, 32:].all()

@@ -176,7 +176,7 @@ def go(*how):
     return code, json.loads((run / "summary.json").read_text())
 
 fault = (None, None)
-for owner, name in ((Target, "forward"), (train.Replica, "loss"), (RunFolder, "metric"), (Checkpoints, "save"), (export, "save")):
+for owner, name in ((Target, "forward"), (Replica, "loss"), (RunFolder, "metric"), (Checkpoints, "save"), (export, "save")):
     setattr(owner, name, watched(getattr(owner, name)))
 
 code, summary = go()

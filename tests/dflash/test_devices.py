@@ -20,8 +20,9 @@ from drafter import Drafter
 from evaluate import Evaluation
 from evaluator import Evaluator
 from monitor import Monitor
+from replica import GradientExchange
 from target import Features, Target
-from train import GradientExchange, Work
+from work import Work
 
 pytestmark = pytest.mark.gpu
 

@@ -13,14 +13,15 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 
 import attention
 import blocks
-import train
 from attention import FULL, SLIDING
 from config import Config, ConfigError
-from drafter import DrafterShape
+from drafter import DrafterShape, drafter_shape, new_drafter
+from replica import Replica
 from safecompile import statistics
 from speculative import DFlashProposer, greedy, speculate
 from target import Target
 from tests.dflash.small import SMALL, TEXT
+from work import make_work
 
 CPU = torch.device("cpu")
 OWN = replace(
@@ -54,7 +55,7 @@ def test_a_drafter_has_the_targets_sizes_unless_its_own_are_named(target: Target
         "rope_theta": shape.rope_theta,
         "rms_norm_eps": 1e-6,
     }
-    assert train.drafter_shape(Config(layers=3), shape, 3) == DrafterShape(
+    assert drafter_shape(Config(layers=3), shape, 3) == DrafterShape(
         intermediate_size=shape.intermediate_size,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -62,7 +63,7 @@ def test_a_drafter_has_the_targets_sizes_unless_its_own_are_named(target: Target
         layer_types=(FULL,) * 3,
         **common,
     )
-    assert train.drafter_shape(OWN, shape, 3) == DrafterShape(
+    assert drafter_shape(OWN, shape, 3) == DrafterShape(
         intermediate_size=40,
         heads=6,
         kv_heads=3,
@@ -80,15 +81,15 @@ def test_a_drafter_has_the_targets_sizes_unless_its_own_are_named(target: Target
 )
 def test_sizes_that_cannot_work_are_refused(target: Target, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        train.drafter_shape(replace(OWN, **changes), target.shape, 3)
+        drafter_shape(replace(OWN, **changes), target.shape, 3)
 
 
 def test_every_weight_of_it_gets_a_gradient_and_each_graph_is_compiled_once(target: Target) -> None:
     torch.compiler.reset()
     before = statistics().compiled
-    drafter = train.new_drafter(OWN, target.shape, 3, CPU)
-    replica = train.Replica(OWN, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
-    work = train.make_work(OWN, TEXT, target, 0, 0)
+    drafter = new_drafter(OWN, target.shape, 3, CPU)
+    replica = Replica(OWN, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
+    work = make_work(OWN, TEXT, target, 0, 0)
     for step in range(3):
         drafter.zero_grad()
         replica.loss(work, step).loss.backward()
@@ -98,7 +99,7 @@ def test_every_weight_of_it_gets_a_gradient_and_each_graph_is_compiled_once(targ
 
 def test_a_proposer_drafts_what_the_training_pass_says_at_the_same_anchors(target: Target) -> None:
     """Three cycles with kept context, longer than the window, on the features of a real target."""
-    drafter = train.new_drafter(OWN, target.shape, 3, CPU)
+    drafter = new_drafter(OWN, target.shape, 3, CPU)
     tokens = TEXT[:32].long().unsqueeze(0)
     features = target.forward(tokens).tapped
     anchors = torch.tensor([[12, 15, 16]])
@@ -122,6 +123,6 @@ def test_a_proposer_drafts_what_the_training_pass_says_at_the_same_anchors(targe
 
 
 def test_decoding_with_it_changes_nothing(target: Target) -> None:
-    drafter = train.new_drafter(OWN, target.shape, 3, CPU)
+    drafter = new_drafter(OWN, target.shape, 3, CPU)
     prompt = TEXT[:10].long()
     assert speculate(target, DFlashProposer(drafter, target, 4), prompt, 24).tokens == greedy(target, prompt, 24)

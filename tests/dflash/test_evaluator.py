@@ -18,11 +18,12 @@ import evaluator
 import train
 from checkpoints import Snapshot
 from config import Config
-from drafter import Drafter
+from drafter import Drafter, new_drafter
 from evaluate import Evaluation, Reference
 from evaluator import Evaluator
 from monitor import Monitor
 from pipeline import Stopped, WorkerError
+from replica import Numbers
 from speculative import NO_REGRET, Decoded, DFlashProposer
 from target import Target
 from tests.dflash.small import SMALL, TEXT
@@ -43,8 +44,8 @@ def references(targets: list[Target]) -> list[Reference]:
     return evaluate.references(CONFIG, TEXT, targets[0])
 
 
-def new_drafter(targets: list[Target]) -> Drafter:
-    return train.new_drafter(CONFIG, targets[0].shape, 3, CPU)
+def untrained(targets: list[Target]) -> Drafter:
+    return new_drafter(CONFIG, targets[0].shape, 3, CPU)
 
 
 def prepared(
@@ -56,11 +57,11 @@ def prepared(
     def write(kind: str, **values: Any) -> None:
         lines.append({"kind": kind, **values})
 
-    made = Evaluator(config, targets[0], new_drafter(targets), references, write)
+    made = Evaluator(config, targets[0], untrained(targets), references, write)
     return train.Training(config, TEXT, targets, snapshot, evaluator=made), made, lines
 
 
-def nothing(step: int, numbers: train.Numbers) -> None:
+def nothing(step: int, numbers: Numbers) -> None:
     pass
 
 
@@ -68,7 +69,7 @@ def trained(targets: list[Target], steps: int) -> train.Training:
     """Return training of that many steps of the configuration's, without evaluations."""
     training = train.Training(CONFIG, TEXT, targets)
 
-    def stop(step: int, numbers: train.Numbers) -> None:
+    def stop(step: int, numbers: Numbers) -> None:
         if step + 1 == steps:
             raise InterruptedError("enough")
 
@@ -201,7 +202,7 @@ def test_a_newer_copy_takes_the_place_of_one_that_waits_and_the_last_is_measured
     training, made, lines = prepared(targets, references)
     close = made.close
 
-    def report(step: int, numbers: train.Numbers) -> None:
+    def report(step: int, numbers: Numbers) -> None:
         if step == 2:  # before the copy of step 4 is offered
             assert gate.begun.acquire(timeout=60)
 
@@ -226,7 +227,7 @@ def test_a_stop_ends_an_evaluation_before_its_next_pass_and_says_what_was_not_me
     monkeypatch.setattr(DFlashProposer, "propose", lambda *given: passes.append(1))
     stop = Evaluator.stop
 
-    def report(step: int, numbers: train.Numbers) -> None:
+    def report(step: int, numbers: Numbers) -> None:
         if step == 2:
             assert gate.begun.acquire(timeout=60)
         if step == 4:  # the copy of step 2 is being measured, that of step 4 waits
@@ -258,7 +259,7 @@ def test_a_copy_of_a_step_that_is_complete_only_after_the_stop_is_said_to_be_ski
         finally:
             ended.set()
 
-    def report(step: int, numbers: train.Numbers) -> None:
+    def report(step: int, numbers: Numbers) -> None:
         if step == 3:  # just before its copy is offered
             training.crew.stop()
             assert ended.wait(60)

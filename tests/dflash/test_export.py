@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 import export
 import run_folder
 from config import Config
-from drafter import Drafter
+from drafter import Drafter, new_drafter
 from speculative import DFlashProposer
 from target import Target
-from train import new_drafter
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(2, 258, (20,), generator=torch.Generator().manual_seed(3))

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 import demo
 import train
 from interrupt import Interrupted
+from replica import Replica
 from run_folder import RunFolder
 from tests.dflash.conftest import EXAMPLE
 from tests.dflash.test_demo import arguments
@@ -99,7 +100,7 @@ def test_an_interrupted_run_whose_state_cannot_be_saved_does_not_say_that_it_was
         )
         raise Interrupted(2)
 
-    def full(self: demo.Run, replica: train.Replica, *, final: bool = False) -> None:
+    def full(self: demo.Run, replica: Replica, *, final: bool = False) -> None:
         raise SafetensorError(FULL)
 
     monkeypatch.setattr(demo.Run, "complete", interrupted)

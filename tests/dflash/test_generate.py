@@ -16,6 +16,7 @@ import data
 import export
 import generate
 from config import Config
+from drafter import new_drafter
 from speculative import (
     Decoded,
     DFlashProposer,
@@ -28,7 +29,6 @@ from speculative import (
     speculate,
 )
 from target import Target, language_of
-from train import new_drafter
 
 CPU = torch.device("cpu")
 BLOCK = 4

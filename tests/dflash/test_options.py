@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 import demo
 import options
 from config import TYPES, Config, ConfigError, choices_of
+from drafter import drafter_shape
 from target import TargetShape
-from train import drafter_shape
 
 
 def config(*arguments: str) -> Config:

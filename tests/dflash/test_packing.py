@@ -17,8 +17,11 @@ import data
 import train
 from config import Config, ConfigError
 from data import Conversations, Sample
+from drafter import new_drafter
+from replica import Replica
 from target import Target
 from tests.dflash.test_chat import CONFIG, PLAIN, folder_of, lines, numbered
+from work import fill, make_work
 
 CPU = torch.device("cpu")
 
@@ -70,7 +73,7 @@ def test_sequences_are_padded_with_a_document_of_no_one() -> None:
 
 def test_features_are_those_of_each_conversation_alone(config: Config, target: Target) -> None:
     chats = chat.load(config, target.language)
-    work = train.make_work(config, chats.train, target, 0, 0)
+    work = make_work(config, chats.train, target, 0, 0)
     assert work.documents is not None
     assert work.documents.max() > 1
     for row in range(config.sequences):
@@ -92,10 +95,10 @@ def test_the_loss_in_a_packed_sequence_is_that_of_the_conversation_alone(target:
         torch.cat([s.supervised for s in together]),
         torch.cat([torch.full((len(s.tokens),), n, dtype=torch.int32) for n, s in enumerate(together)]),
     )
-    drafter = train.new_drafter(config, target.shape, 3, CPU)
-    replica = train.Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
+    drafter = new_drafter(config, target.shape, 3, CPU)
+    replica = Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
     losses = [
-        replica.loss(train.make_work(config, Conversations((one,)), target, 0, 0), 0).loss
+        replica.loss(make_work(config, Conversations((one,)), target, 0, 0), 0).loss
         for one in (learned, packed, packed._replace(documents=None))
     ]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
@@ -111,7 +114,7 @@ def test_drafters_train_on_packed_chats_and_a_cache_of_them_gives_the_same(
     training.run(lambda step, numbers: None)
     config = replace(config, target=Path(target.model.config.name_or_path))
     begun = cache.begin(tmp_path / "features", config, chats.train, target.taps, 4 * 32 * 4)
-    train.fill(config, chats.train, [target], begun)
+    fill(config, chats.train, [target], begun)
     again = train.Training(config, chats.train, [target], cache=begun)
     again.run(lambda step, numbers: None)
     assert again.losses == training.losses

@@ -15,12 +15,15 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 
 import recorder
 import train
+from drafter import new_drafter
 from metrics import scalars
 from monitor import COMPILES, WAITS_TO_COMPILE
 from optimizer import OptimizerName, schedule
 from recorder import Recorder
+from replica import Replica
 from target import Target
 from tests.dflash.small import SMALL, TEXT
+from work import make_work
 
 CPU = torch.device("cpu")
 CONFIG = replace(SMALL, targets=1, steps=6, warmup_ratio=0.5, lr=0.01, muon_lr=0.02)
@@ -65,9 +68,9 @@ def test_a_step_is_told_with_the_numbers_it_was_made_with(
     # The first step again, by one thread: the norm is that of the replicas' mean gradient.
     gradients: list[list[torch.Tensor]] = []
     for index in range(config.drafters):
-        drafter = train.new_drafter(config, target.shape, 3, CPU)
-        replica = train.Replica(config, index, drafter, target.vocabulary(CPU), target.language.mask_id)
-        replica.gradients(train.make_work(config, TEXT, target, 0, index), 0)
+        drafter = new_drafter(config, target.shape, 3, CPU)
+        replica = Replica(config, index, drafter, target.vocabulary(CPU), target.language.mask_id)
+        replica.gradients(make_work(config, TEXT, target, 0, index), 0)
         gradients.append([p.grad for p in drafter.parameters() if p.grad is not None])
     norm = nn.utils.get_total_norm([sum(same) / len(same) for same in zip(*gradients, strict=True)])
     assert steps[0]["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
@@ -75,7 +78,7 @@ def test_a_step_is_told_with_the_numbers_it_was_made_with(
 
 def test_a_step_tells_how_much_work_waits_for_each_replica(target: Target) -> None:
     training = train.Training(CONFIG, TEXT, [target])
-    work = train.make_work(CONFIG, TEXT, target, 0, 0)
+    work = make_work(CONFIG, TEXT, target, 0, 0)
     training.queues[1].put(0, work)
     training.queues[1].put(1, work)
     made, lines = recorded(training)

@@ -26,6 +26,7 @@ from backend import BACKEND
 from checkpoints import MODEL, OPTIMIZER, STATE, Checkpoints, Snapshot, by_step
 from config import Config, ConfigError
 from pipeline import WorkerError
+from replica import Numbers, Report
 from target import Target
 from tests.dflash.conftest import EXAMPLE
 from tests.dflash.small import SMALL, TEXT
@@ -53,10 +54,10 @@ def config(tiny_target: Path) -> Config:
     return replace(CONFIG, target=tiny_target)
 
 
-def stop_after(steps: int) -> train.Report:
+def stop_after(steps: int) -> Report:
     """Return a report that ends training in the middle of all that the other threads do."""
 
-    def report(step: int, numbers: train.Numbers) -> None:
+    def report(step: int, numbers: Numbers) -> None:
         if step + 1 == steps:
             raise InterruptedError("enough")
 

@@ -24,9 +24,8 @@ import export
 import serving
 from attention import FULL, SLIDING
 from config import Config, ConfigError
-from drafter import Drafter, KeysValues
+from drafter import Drafter, KeysValues, new_drafter
 from target import Target
-from train import new_drafter
 
 CPU = torch.device("cpu")
 BLOCK, WINDOW = 4, 6

@@ -15,10 +15,10 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 from torch import Tensor
 
 from config import Config
+from drafter import new_drafter
 from evaluate import Evaluation, Reference, Timed, evaluate, raw, references, summarize
 from speculative import Decoded, DFlashProposer, NGramProposer, Regret, acceptance_length, greedy, regret, speculate
 from target import Features, Target
-from train import new_drafter
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(2, 258, (10,), generator=torch.Generator().manual_seed(3))

@@ -16,12 +16,12 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 
 import checkpoints
 from config import Config, ConfigError
+from drafter import new_drafter
 from safecompile import statistics
 from speculative import DFlashProposer, greedy, speculate
 from target import Features, Target, check_shareable, choose, language_of, read_config, tapped_layers
 from tests.helpers.models import tiny_model
 from tests.helpers.threads import gather_threads
-from train import new_drafter
 
 CPU = torch.device("cpu")
 

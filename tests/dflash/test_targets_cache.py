@@ -13,10 +13,10 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 from torch import Tensor
 
 from config import Config, ConfigError
+from drafter import new_drafter
 from speculative import DFlashProposer, greedy, speculate
 from target import Features, Target
 from tests.helpers.models import tiny_model
-from train import new_drafter
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(2, 258, (10,), generator=torch.Generator().manual_seed(3))

@@ -22,11 +22,14 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 import optimizer
 import train
 from config import Config
+from drafter import new_drafter
 from loss import BlockLoss
 from pipeline import OrderedQueue, WorkerError
+from replica import Drafted, GradientExchange, Numbers, Replica, mean_gradients
 from speculative import DFlashProposer, greedy, speculate
 from target import Target
 from tests.dflash.small import SMALL, TEXT
+from work import Work, make_work
 
 CPU = torch.device("cpu")
 CONFIG = replace(
@@ -54,7 +57,7 @@ def run(folder: Path, count: int, config: Config = CONFIG) -> train.Training:
     return training
 
 
-def equal(first: train.Work, second: train.Work) -> bool:
+def equal(first: Work, second: Work) -> bool:
     return (
         torch.equal(first.tokens, second.tokens)
         and torch.equal(first.loss_mask, second.loss_mask)
@@ -64,16 +67,16 @@ def equal(first: train.Work, second: train.Work) -> bool:
 
 def test_work_follows_from_seed_item_and_replica(tiny_target: Path) -> None:
     one, other = targets(tiny_target, 2)
-    work = train.make_work(CONFIG, TEXT, one, 3, 1)
-    train.make_work(CONFIG, TEXT, other, 0, 0)
-    assert equal(work, train.make_work(CONFIG, TEXT, other, 3, 1))
+    work = make_work(CONFIG, TEXT, one, 3, 1)
+    make_work(CONFIG, TEXT, other, 0, 0)
+    assert equal(work, make_work(CONFIG, TEXT, other, 3, 1))
     for config, item, replica in ((CONFIG, 4, 1), (CONFIG, 3, 2), (replace(CONFIG, seed=1), 3, 1)):
-        assert not torch.equal(work.tokens, train.make_work(config, TEXT, one, item, replica).tokens)
+        assert not torch.equal(work.tokens, make_work(config, TEXT, one, item, replica).tokens)
 
 
 def test_only_answers_are_supervised(tiny_target: Path) -> None:
     (target,) = targets(tiny_target, 1)
-    work = train.make_work(CONFIG, TEXT, target, 0, 0)
+    work = make_work(CONFIG, TEXT, target, 0, 0)
     assert work.tokens.shape == (4, 16)
     assert not work.loss_mask[:, :8].any()
     assert work.loss_mask[:, 8].all()
@@ -83,7 +86,7 @@ def test_only_answers_are_supervised(tiny_target: Path) -> None:
 def test_every_second_answer_is_greedy_however_many_are_made_together(tiny_target: Path, sequences: int) -> None:
     (target,) = targets(tiny_target, 1)
     config = replace(CONFIG, sequences=sequences, drafters=2, temperature=2.0)
-    rows = torch.cat([train.make_work(config, TEXT, target, *divmod(n, 2)).tokens for n in range(4)])
+    rows = torch.cat([make_work(config, TEXT, target, *divmod(n, 2)).tokens for n in range(4)])
     own = [greedy(target, row[:8], 8) for row in rows]
     is_greedy = [row[8 : 8 + len(tokens)].tolist() == tokens for row, tokens in zip(rows, own, strict=True)]
     assert is_greedy == [index % 2 == 0 for index in range(4 * sequences)]
@@ -93,15 +96,15 @@ def test_a_target_thread_lets_go_of_work_before_it_makes_more(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a target's GPU would hold two batches of features beside what a pass takes."""
-    make_work, made, held = train.make_work, list[weakref.ref[train.Work]](), list[int]()
+    made, held = list[weakref.ref[Work]](), list[int]()
 
-    def noted(*given: Any) -> train.Work:
+    def noted(*given: Any) -> Work:
         held.append(sum(ref() is not None for ref in made))
         work = make_work(*given)
         made.append(weakref.ref(work))
         return work
 
-    monkeypatch.setattr(train, "make_work", noted)
+    monkeypatch.setattr("work.make_work", noted)
     run(tiny_target, 1, replace(CONFIG, drafters=1))
     assert held == [0] * (CONFIG.steps // CONFIG.uses)
 
@@ -142,18 +145,18 @@ def test_weights_are_equal_bit_for_bit_where_the_next_gradients_are_queued_befor
 ) -> None:
     training = running_ahead(train.Training(CONFIG, TEXT, targets(tiny_target, 5)))
     events, reported = list[tuple[str, int]](), list[tuple[int, float, int]]()
-    loss = train.Replica.loss
+    loss = Replica.loss
 
-    def noted(self: train.Replica, work: train.Work, step: int) -> BlockLoss:
+    def noted(self: Replica, work: Work, step: int) -> BlockLoss:
         if self.index == 0:
             events.append(("gradients", step))
         return loss(self, work, step)
 
-    def report(step: int, numbers: train.Numbers) -> None:
+    def report(step: int, numbers: Numbers) -> None:
         events.append(("complete", step))
         reported.append((step, numbers["loss"], training.replicas[0].step))
 
-    monkeypatch.setattr(train.Replica, "loss", noted)
+    monkeypatch.setattr(Replica, "loss", noted)
     # Where work has to be waited for, the step is complete before: here all of it is there.
     monkeypatch.setattr(OrderedQueue, "ready", lambda queue: True)
     training.run(report)
@@ -175,12 +178,12 @@ def test_threads_train_as_one_thread_does_that_waits_for_the_device(tiny_target:
 
     replicas, losses = train.Training(config, TEXT, on_device).replicas, list[float]()
     for step in range(config.steps):
-        works = [train.make_work(config, TEXT, on_device[0], step // config.uses, r.index) for r in replicas]
+        works = [make_work(config, TEXT, on_device[0], step // config.uses, r.index) for r in replicas]
         made = [r.gradients(work, step).loss.item() for r, work in zip(replicas, works, strict=True)]
         losses.append(sum(made) / len(made))
         gradients = [[p.grad for p in r._optimizers.parameters if p.grad is not None] for r in replicas]
         for replica in replicas:
-            means = train.mean_gradients(gradients, torch.device(device))
+            means = mean_gradients(gradients, torch.device(device))
             for parameter, mean in zip(replica._optimizers.parameters, means, strict=True):
                 parameter.grad = mean
             replica._optimizers.step()
@@ -215,8 +218,8 @@ def test_weights_are_equal_when_a_thread_moves_only_while_all_others_wait(
         others = [t.state for name, t in training.monitor.threads.items() if name != late]
         return len(others) == len(WORKERS) - 1 and all(s == "done" or s.startswith("waits") for s in others)
 
-    monkeypatch.setattr(train, "make_work", delayed(train.make_work))
-    monkeypatch.setattr(train.Replica, "loss", delayed(train.Replica.loss))
+    monkeypatch.setattr("work.make_work", delayed(make_work))
+    monkeypatch.setattr(Replica, "loss", delayed(Replica.loss))
     training.run(lambda step, numbers: None)
     assert len(held_up) >= (1 if late.startswith("target") else CONFIG.steps)
     assert_same(training, first)
@@ -249,19 +252,19 @@ def test_a_step_says_how_well_its_blocks_were_drafted(tiny_target: Path, change:
     """What a run's steps report is what each of them says when a thread makes them alone."""
     config = replace(CONFIG, targets=1, drafters=1, steps=6, **change)
     (target,) = targets(tiny_target, 1)
-    training, reported = train.Training(config, TEXT, [target]), list[train.Drafted]()
+    training, reported = train.Training(config, TEXT, [target]), list[Drafted]()
 
-    def report(step: int, numbers: train.Numbers) -> None:
+    def report(step: int, numbers: Numbers) -> None:
         drafted = training.replicas[0].drafted
         assert drafted
         reported.append(drafted)
 
     training.run(report)
-    drafter = train.new_drafter(config, target.shape, 3, CPU)
-    replica = train.Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
+    drafter = new_drafter(config, target.shape, 3, CPU)
+    replica = Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
     assert replica.drafted is None
     for step, drafted in enumerate(reported):
-        made = replica.make_step(train.make_work(config, TEXT, target, step // config.uses, 0), step)
+        made = replica.make_step(make_work(config, TEXT, target, step // config.uses, 0), step)
         assert str(drafted.accuracy) == str(
             made.accuracy.tolist()
         )  # as text, a share that is no number is equal to itself
@@ -273,7 +276,7 @@ def test_a_step_says_how_well_its_blocks_were_drafted(tiny_target: Path, change:
 
 
 def test_the_expected_acceptance_length_leaves_out_slots_that_no_block_counts_in() -> None:
-    drafted = train.Drafted([0.75, 0.5, math.nan], [0.75, 0.5, math.nan])
+    drafted = Drafted([0.75, 0.5, math.nan], [0.75, 0.5, math.nan])
     assert drafted.eal == 2.25
     assert drafted.as_json() == {
         "accuracy": [0.75, 0.5, None],
@@ -320,8 +323,8 @@ def test_a_fault_in_any_thread_ends_training_in_time_with_that_error(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch, worker: str, ahead: bool
 ) -> None:
     call = 0 if worker.startswith("target") else 3
-    monkeypatch.setattr(train, "make_work", breaking(worker, call, train.make_work))
-    monkeypatch.setattr(train.Replica, "loss", breaking(worker, call, train.Replica.loss))
+    monkeypatch.setattr("work.make_work", breaking(worker, call, make_work))
+    monkeypatch.setattr(Replica, "loss", breaking(worker, call, Replica.loss))
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
     if ahead:
         running_ahead(training)
@@ -344,7 +347,7 @@ def test_a_fault_in_any_part_of_a_step_ends_training(
     if during == "optimizer":
         monkeypatch.setattr("optimizer.Optimizers.step", fail)
     if during == "average":
-        monkeypatch.setattr(train.GradientExchange, "average", fail)
+        monkeypatch.setattr(GradientExchange, "average", fail)
     with pytest.raises(WorkerError, match="injected"):
         train.Training(CONFIG, TEXT, targets(tiny_target, 5)).run(
             fail if during == "report" else lambda step, numbers: None
@@ -369,13 +372,13 @@ def test_training_that_diverges_ends_before_anything_of_it_can_be_saved(
     whole: list[bool],
     ahead: bool,
 ) -> None:
-    original, calls, steps = train.Replica.loss, itertools.count(), list[int]()
+    original, calls, steps = Replica.loss, itertools.count(), list[int]()
 
-    def loss(self: train.Replica, work: train.Work, step: int) -> BlockLoss:
+    def loss(self: Replica, work: Work, step: int) -> BlockLoss:
         made = original(self, work, step)
         return made._replace(loss=spoil(made.loss)) if self.index == 1 and next(calls) == 3 else made
 
-    monkeypatch.setattr(train.Replica, "loss", loss)
+    monkeypatch.setattr(Replica, "loss", loss)
     training = train.Training(CONFIG, TEXT, targets(tiny_target, 5))
     if ahead:
         running_ahead(training)
@@ -414,9 +417,9 @@ def test_a_step_is_not_lost_where_the_next_gradients_take_longer_than_an_end_wai
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All threads are left behind, inside passes after the first update, as in long passes on a CPU."""
-    loss, inside, go_on = train.Replica.loss, threading.Barrier(4), threading.Event()
+    loss, inside, go_on = Replica.loss, threading.Barrier(4), threading.Event()
 
-    def long(self: train.Replica, work: train.Work, step: int) -> BlockLoss:
+    def long(self: Replica, work: Work, step: int) -> BlockLoss:
         if step == 1:
             inside.wait(60)
             assert go_on.wait(60)
@@ -426,7 +429,7 @@ def test_a_step_is_not_lost_where_the_next_gradients_take_longer_than_an_end_wai
         inside.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train.Replica, "loss", long)
+    monkeypatch.setattr(Replica, "loss", long)
     training, reported = train.Training(CONFIG, TEXT, targets(tiny_target, 5)), list[int]()
     monkeypatch.setattr(training.crew, "end", partial(training.crew.end, grace=0.0))
     with pytest.raises(KeyboardInterrupt):
@@ -449,10 +452,10 @@ def test_a_step_is_not_lost_where_the_next_gradients_take_longer_than_an_end_wai
 def test_a_target_in_bfloat16_trains_a_drafter_in_float32_and_decodes_with_it(tiny_target: Path) -> None:
     config = replace(CONFIG, target_dtype="bfloat16", autocast=True)
     target = Target(tiny_target, (0, 2, 3), CPU, dtype=torch.bfloat16)
-    work = train.make_work(config, TEXT, target, 0, 0)
+    work = make_work(config, TEXT, target, 0, 0)
     assert work.features.tapped.dtype == work.features.normed.dtype == torch.bfloat16
-    drafter = train.new_drafter(config, target.shape, 3, CPU)
-    replica = train.Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
+    drafter = new_drafter(config, target.shape, 3, CPU)
+    replica = Replica(config, 0, drafter, target.vocabulary(CPU), target.language.mask_id)
     replica.loss(work, 0).loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in drafter.parameters())
     decoded = speculate(target, DFlashProposer(drafter, target, 4), work.tokens[0, :8], 8)

@@ -122,9 +122,8 @@ class CudaGraphs(PatchPoint):
         from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 
         # A forward and its backward share one; older torch has it in the graph.
-        given = (*args, *kwargs.values())
-        boxes = (box for one in given for box in (one, getattr(one, "boxed_forward_device_index", None)))
-        box: Any = next((one for one in boxes if isinstance(one, BoxedDeviceIndex)), _Pair())
+        given = ((one, getattr(one, "boxed_forward_device_index", None)) for one in (*args, *kwargs.values()))
+        box: Any = next((one for pair in given for one in pair if isinstance(one, BoxedDeviceIndex)), _Pair())
         self._compiling.pair = vars(box).setdefault(_KEY, _Pair())
         try:
             return post_compile(*args, **kwargs)
@@ -139,8 +138,7 @@ class CudaGraphs(PatchPoint):
 
         static = args[1] if len(args) > 1 else kwargs.get("static_input_idxs", ())
         plain = args[0], static, OrderedSet(kwargs.get("mutated_input_idxs", ()))
-        backward = kwargs["is_backward"]
-        return _Graphs(make, plain, kwargs["device_index"], pair, self._turns, backward=backward).run
+        return _Graphs(make, plain, kwargs["device_index"], pair, self._turns, backward=kwargs["is_backward"]).run
 
     def _may_have_graphs(self, here: _Thread) -> bool:
         self._only = self._only or here
