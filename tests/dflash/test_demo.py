@@ -127,7 +127,7 @@ from pathlib import Path
 example, run, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 sys.path.insert(0, example)
 import torch
-import demo, export, train
+import demo, export, replica, train
 from checkpoints import Checkpoints, by_step
 from run_folder import RunFolder
 from safetensors.torch import load_file
@@ -176,7 +176,7 @@ def go(*how):
     return code, json.loads((run / "summary.json").read_text())
 
 fault = (None, None)
-for owner, name in ((Target, "forward"), (Replica, "loss"), (RunFolder, "metric"), (Checkpoints, "save"), (export, "save")):
+for owner, name in ((Target, "forward"), (replica.Replica, "loss"), (RunFolder, "metric"), (Checkpoints, "save"), (export, "save")):
     setattr(owner, name, watched(getattr(owner, name)))
 
 code, summary = go()
