@@ -1,6 +1,7 @@
 # Needs Python 3.10 or newer and make, nothing else: every target makes and fills .venv where that is missing or out of date.
 #   make test                   run the test suite
 #   make gpu                    run the part of the suite that needs a GPU, on a machine that has one
+#   make nodes                  run the part of the suite that starts several processes with torchrun, some minutes
 #   make demo                   run the example: drafters trained by threads of one process
 #   make bench                  measure against stock torch and cures by hand; results and plots in bench/
 #   make lint                   ruff, format, mypy and pyright
@@ -24,7 +25,7 @@ DOCS := .venv-docs
 # One environment of another torch at a time: each has 5 GB.
 VERSIONS := 2.6.0 2.8.0 2.11.0 2.13.0 2.14.1 2.15.0
 
-.PHONY: test gpu demo bench lint docs package matrix clean
+.PHONY: test gpu nodes demo bench lint docs package matrix clean
 
 # Each of the tests' threads would start an OpenMP pool of its own.
 test: export OMP_NUM_THREADS := 1
@@ -34,6 +35,10 @@ test: $(INSTALLED)
 gpu: export OMP_NUM_THREADS := 1
 gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu --numprocesses 4
+
+nodes: export OMP_NUM_THREADS := 1
+nodes: $(INSTALLED)
+	$(RUN) -m pytest -m nodes
 
 demo: $(INSTALLED)
 	$(RUN) examples/dflash/demo.py --restart

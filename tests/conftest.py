@@ -15,12 +15,13 @@ pytest_plugins = ["tests.helpers.hang_timeout"]
 LONG_FILES = {"test_stress.py", "test_interpreter_exit.py", "test_direct_compiles.py", "test_demo.py", "test_doctor.py"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
     missing = {
         "inductor": missing_for_inductor(),
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none",
+        "nodes": None if "nodes" in config.getoption("markexpr") else "takes minutes: make nodes",
     }
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:

@@ -136,6 +136,7 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(float((pair[0][name] - pair[1][name]).abs().max()) for name in pair[0])
 
 
+@pytest.mark.nodes
 @pytest.mark.parametrize("count", [2, 3])
 def test_all_nodes_have_the_bits_of_one_another_and_nearly_those_of_one_process_with_all_replicas(
     start: Start, tmp_path: Path, count: int
@@ -155,6 +156,7 @@ def test_all_nodes_have_the_bits_of_one_another_and_nearly_those_of_one_process_
     assert summary["graphs"] == {"compiled_by_all_threads": 3, "compiled_by_one_thread": 3}
 
 
+@pytest.mark.nodes
 def test_nodes_that_learn_from_the_same_or_do_not_average_are_seen(start: Start, tmp_path: Path) -> None:
     start(1, 2, tmp_path / "alone")
     start(2, 1, tmp_path / "same", no_offset=True)
@@ -167,6 +169,7 @@ def test_nodes_that_learn_from_the_same_or_do_not_average_are_seen(start: Start,
     assert unseen[0] != unseen[1]
 
 
+@pytest.mark.nodes
 @pytest.mark.parametrize("ended_by", [0, 1])
 def test_a_resume_is_exact_with_as_many_nodes_and_refused_with_others(
     start: Start, tmp_path: Path, ended_by: int
@@ -200,6 +203,7 @@ def test_a_resume_is_exact_with_as_many_nodes_and_refused_with_others(
     assert mine[0] != steps(folder)[0]
 
 
+@pytest.mark.nodes
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_others_end_and_say_which_node_was_killed_and_torchrun_goes_on_from_the_last_checkpoint(
     start: Start, tmp_path: Path, killed: int
@@ -221,6 +225,7 @@ def test_the_others_end_and_say_which_node_was_killed_and_torchrun_goes_on_from_
     assert last(tmp_path / "again") == last(tmp_path / "whole")
 
 
+@pytest.mark.nodes
 @pytest.mark.parametrize("slow", [0, 1])
 def test_nodes_that_compile_at_different_times_wait_for_each_other_and_compile_once(
     start: Start, tmp_path: Path, slow: int
@@ -231,6 +236,7 @@ def test_nodes_that_compile_at_different_times_wait_for_each_other_and_compile_o
     assert [(ended.out / f"graphs-{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
 
 
+@pytest.mark.nodes
 def test_a_compile_that_takes_too_long_is_an_error_that_names_node_thread_and_callable(
     start: Start, tmp_path: Path
 ) -> None:
@@ -241,6 +247,7 @@ def test_a_compile_that_takes_too_long_is_an_error_that_names_node_thread_and_ca
     assert "; thread 'target-0' is compiling choose (" in ended.output
 
 
+@pytest.mark.nodes
 @pytest.mark.parametrize(
     ("options", "says"),
     [
