@@ -6,7 +6,7 @@
 A language model of the Qwen3 architecture learns the standard library's sources. The result is an ordinary Hugging Face folder,
 ``config.json`` and ``model.safetensors``, with ``training.json`` beside them, which says what it came from. The first line makes
 the model of 0.82 million parameters in ``assets/target``: only rerun it to change that one. The second makes one of 50 million
-in four minutes after its compiles. Exits with 0, with 1 if training diverged, or with 2 for options that cannot work.
+in two minutes after its compiles. Exits with 0, with 1 if training diverged, or with 2 for options that cannot work.
 """
 
 # ruff: noqa: RUF009  # what `_option` returns is a dataclass field
@@ -123,8 +123,8 @@ PRESETS = {
         sequence=1024,
         batch=32,
         steps=None,
-        minutes=4.0,
-        weight_decay=0.1,  # the text is read more than ten times
+        minutes=2.0,
+        weight_decay=0.1,  # the text is read about ten times
         evaluations=8,
         device="cuda:0",
         dtype="bfloat16",
