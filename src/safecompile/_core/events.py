@@ -18,6 +18,7 @@ from safecompile._core.guarded import Guarded
 __all__ = [
     "RESUME",
     "Call",
+    "Calls",
     "Compile",
     "EagerRun",
     "RecompileLimit",
@@ -170,12 +171,14 @@ _changing = lock_across_forks()
 _current: tuple[Compile, contextvars.Context] | None = None
 
 
-class _Calls:
-    """What a call of a guarded callable looks at to learn whether somebody wants to be told of it."""
+class Calls:
+    """What a call looks at to learn whether it is counted, and whether somebody wants to be told of it."""
 
-    counted = True
-    wanted = False
+    __slots__ = ("counted", "wanted")  # which CPython reads sooner than what a class has
     clock = staticmethod(clock)
+
+    def __init__(self, *, counted: bool) -> None:
+        self.counted, self.wanted = counted, False
 
     @staticmethod
     def ended(guarded: Guarded, start: float) -> None:
@@ -183,7 +186,8 @@ class _Calls:
         publish(Call(guarded.name, me.name, threading.get_ident(), start, clock() - start, guarded))
 
 
-calls = _Calls()
+calls = Calls(counted=True)
+"""What those of guarded callables look at."""
 
 
 def subscribe(subscriber: Callable[[Any], None], *kinds: type) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import gc
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -38,12 +38,6 @@ class _Waits:
 
 # On the object of torch's that a compiled function belongs to: its Guarded, and what counts its calls.
 _GUARDED, _CALLS = "_safecompile_guarded", "_safecompile_calls"
-
-
-class _Plain:
-    """What the calls of others look at: they are not counted, and nobody is told of them."""
-
-    counted = wanted = False
 
 
 class CompiledCalls(PatchPoint):
@@ -111,7 +105,7 @@ class CompiledCalls(PatchPoint):
 
         if self.codes:
             return
-        constants = {"gate": self._gate, "look_again": LookAgain, "compiler": _Compiler(), "told": _Told()}
+        constants = {"gate": self._gate, "look_again": LookAgain, "compiler": _compiler, "told": _Told()}
         changed = rewritten(
             eval_frame,
             ["class _TorchDynamoContext", "class DisableContext"],
@@ -123,7 +117,7 @@ class CompiledCalls(PatchPoint):
                     changed(code), patches=self._patches, calls=events.calls, **constants
                 )
                 self._plain[code] = with_constants(
-                    changed(code), patches=_Waits(self._patches), calls=_Plain, **constants
+                    changed(code), patches=_Waits(self._patches), calls=events.Calls(counted=False), **constants
                 )
         for code in codes_in(eval_frame.DisableContext.__call__.__code__):
             if code.co_name in _CallAgain.names:
@@ -150,10 +144,9 @@ class _Told:
             self._set_eval_frame(callback)
 
 
-class _Compiler:
-    """What is called of ``torch.compiler``, whose names are slow to look up while it has properties."""
-
-    is_exporting = staticmethod(getattr(torch.compiler, "is_exporting", bool))  # not in torch 2.6
+# What is called of torch.compiler, whose names are slow to look up while it has properties; a module's are the fastest.
+_compiler: Any = ModuleType("compiler")
+_compiler.is_exporting = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6
 
 
 class _CallAgain(Instead, ast.NodeTransformer):
