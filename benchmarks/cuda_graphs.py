@@ -29,7 +29,6 @@ from typing import Any
 import torch
 
 from safecompile._patches.cuda_graphs import CudaGraphs
-from safecompile._patches.first_launches import FirstLaunches
 
 LIMIT = 240.0
 ROWS, WIDTH, INPUTS = 128, 256, 8
@@ -114,9 +113,6 @@ def measure(case: Case) -> dict[str, Any]:
     from safecompile import thread_safe_compile
     from safecompile._patches import patches
 
-    for one in patches.points:
-        if isinstance(one, (CudaGraphs, FirstLaunches)):
-            one.on = True
     (point,) = (one for one in patches.points if isinstance(one, CudaGraphs))
     point.each_thread = point.each_thread or case.each_thread
     eager = with_breaks if case.breaks else function

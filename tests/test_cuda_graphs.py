@@ -25,7 +25,6 @@ from safecompile._core.turns import Turns
 from safecompile._patches import cuda_graphs, patches
 from safecompile.testing import max_compiles, no_compiles
 from tests.helpers.subprocess_run import ROOT
-from tests.helpers.switched_on import switched_on  # noqa: F401  a fixture
 from tests.helpers.threads import WorkersFailedError, run_threads
 from tests.helpers.torch_version import TORCH
 
@@ -126,8 +125,23 @@ def test_it_is_not_left_to_another_thread_while_outputs_are_in_use(monkeypatch: 
     second = in_a_thread(cuda_graphs._here)
     assert second is not first and waited == []
     node.dead = True
-    taken = [in_a_thread(cuda_graphs._here) for _ in range(2)]
-    assert {*taken} == {first, second} and waited == [3]
+    together = threading.Barrier(2)
+
+    def take() -> Any:
+        here = cuda_graphs._here()
+        together.wait(60)
+        return here
+
+    assert {*run_threads([take] * 2)} == {first, second} and waited == [3]
+
+
+@pytest.mark.usefixtures("nobody_has_left")
+def test_a_thread_takes_over_what_the_last_one_has_left() -> None:
+    """It is most likely to call what that one has called: else each of those who have left would record it first."""
+    older, last = cuda_graphs._Thread(), cuda_graphs._Thread()
+    cuda_graphs._left.extend([older, last])
+    for _ in range(3):
+        assert in_a_thread(cuda_graphs._here) is last
 
 
 @pytest.mark.usefixtures("nobody_has_left")
@@ -170,6 +184,11 @@ def test_each_thread_has_a_copy_of_torchs_function_that_has_recorded_nothing() -
     assert all(each["compiled_fn"].cell_contents is None for each in found if "compiled_fn" in each)
     cells = {name for name in found[0] if len({id(each[name]) for each in found}) > 1}
     assert cells and cells <= {"thread_local", "compiled_fn"}
+
+
+def test_a_backend_whose_graphs_all_threads_would_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'use mode="reduce-overhead"'):
+        thread_safe_compile(torch.sin, backend="cudagraphs")
 
 
 def test_the_point_matches_this_torch() -> None:
@@ -579,12 +598,39 @@ def test_a_thread_takes_over_the_graphs_of_one_that_has_ended() -> None:
     want = layers(x, w)
 
     def compute() -> int:
-        before = cuda_graphs.recordings()
+        before = cuda_graphs._here().recordings  # of those before it, too
         for _ in range(5):
             torch.testing.assert_close(call(x, w), want, atol=1e-3, rtol=1e-3)
         return cuda_graphs.recordings() - before
 
     assert [in_a_thread(compute) for _ in range(4)] == [3, 0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
+@measured
+def test_a_reset_by_one_thread_leaves_the_graphs_of_others_usable() -> None:
+    """Control: torch then says that no tensors are cached, and its next look at one of another thread's is an internal error."""
+    call = thread_safe_compile(layers, mode="reduce-overhead")
+    x, w = tensors(0)
+    want = layers(x, w)
+    reset, done = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        for _ in range(5):
+            torch.testing.assert_close(call(x, w), want, atol=1e-3, rtol=1e-3)
+        done.set()
+        assert reset.wait(120)
+        for _ in range(5):
+            torch.testing.assert_close(call(x, w), want, atol=1e-3, rtol=1e-3)
+
+    def restart() -> None:
+        call(x, w)
+        assert done.wait(120)
+        torch._dynamo.reset()
+        reset.set()
+
+    on_gpu([compute, restart])
 
 
 @pytest.mark.gpu

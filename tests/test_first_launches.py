@@ -20,7 +20,6 @@ from safecompile import thread_safe_compile
 from safecompile._core.turns import Turns
 from safecompile._patches.first_launches import FirstLaunches
 from safecompile.doctor.programs import e9_triton_autotuner
-from tests.helpers.switched_on import switched_on  # noqa: F401  a fixture
 from tests.helpers.threads import gather_threads, run_threads
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import torch
@@ -17,9 +18,8 @@ ONLY_SOME_NEED = {
     "config-caches": TORCH >= (2, 12),
     # 2.6 and 2.8 do not ask for the guard; builds without CUDA, and machines with a GPU, have no such fault.
     "device-guard": TORCH >= (2, 9) and torch.version.cuda is not None and not torch.cuda.is_available(),
-    # Not before they have been measured on a GPU.
-    "cuda-graphs": False,
-    "first-launches": False,
+    "cuda-graphs": torch.version.cuda is not None,
+    "first-launches": importlib.util.find_spec("triton") is not None,
     "serial-traces": False,  # in the place of points that do not match
 }
 

@@ -101,7 +101,7 @@ def thread_safe_compile(
         UnsupportedCallableError: ``fn`` is not callable, is a class, a coroutine or generator function,
             a scripted module, or a module without a ``forward``.
         TypeError: an option that ``torch.compile`` does not have.
-        ValueError: another ``when_compiling``, or a ``recompile_limit`` below 1.
+        ValueError: another ``when_compiling``, a ``recompile_limit`` below 1, or ``backend="cudagraphs"``.
         CompileInProgressError: by calls, with ``when_compiling="error"``.
         torch._dynamo.exc.FailOnRecompileLimitHit: by calls beyond the limit, with ``fullgraph=True``.
     """
@@ -230,6 +230,11 @@ def _check_options(options: dict[str, Any]) -> None:
         raise TypeError(
             f"thread_safe_compile() got options that torch.compile in torch {torch.__version__} does not have: "
             f"{', '.join(unknown)}; it has {', '.join(known)}."
+        )
+    if options.get("backend") == "cudagraphs":
+        raise ValueError(
+            'thread_safe_compile does not take backend="cudagraphs", whose graphs all threads would share: use '
+            'mode="reduce-overhead", with which each thread records its own.'
         )
 
 

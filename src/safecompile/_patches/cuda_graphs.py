@@ -25,8 +25,8 @@ from safecompile._patches.rewriting import codes_in
 __all__ = ["CudaGraphs", "recordings"]
 
 # Where benchmarks/cuda_graphs.py has counted no wrong result and no error: the beginnings of such versions, as "2.11.".
-# Once there are any, only one thread replays graphs everywhere else; until then nothing here is switched on.
-MEASURED: tuple[str, ...] = ()
+# Everywhere else only one thread replays graphs.
+MEASURED: tuple[str, ...] = ("2.11.",)
 
 _KEY = "safecompile_graphs"
 _POST_COMPILES = ("cudagraph_post_compile", "cudagraph_partition_post_compile")
@@ -49,7 +49,6 @@ class CudaGraphs(PatchPoint):
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
-        self.on = bool(MEASURED)
         self._turns = turns
         self._compiling = threading.local()
         self.each_thread = torch.__version__.startswith(MEASURED)
@@ -57,7 +56,7 @@ class CudaGraphs(PatchPoint):
         self._warned = False
 
     def needed(self) -> bool:
-        return self.on and torch.version.cuda is not None
+        return torch.version.cuda is not None
 
     def mismatch(self) -> str | None:
         from torch._dynamo import eval_frame
@@ -85,6 +84,8 @@ class CudaGraphs(PatchPoint):
             if hasattr(output_code, name):
                 self.wrap(output_code, name, self._post_compile)
         self.replace(cudagraph_trees, "get_obj", lambda _, name: vars(_here())[name])
+        # A reset by one thread says that no tensors are cached any more, and torch asserts it of those of others.
+        self.replace(cudagraph_trees, "_set_cached_tensors_enabled", lambda _: None)
         self.wrap(cudagraph_trees, "get_manager", _get_manager)
         # A thread's call allows that its own earlier outputs are overwritten, and not those of others.
         self.wrap(eval_frame, "install_generation_tagging_init", _count_call)
@@ -180,8 +181,7 @@ class _Thread:
 
     def manager(self, device: int) -> Any:
         """Return the tree manager for a device, if there is one."""
-        container = self.tree_manager_containers.get(device)
-        return container and container.tree_manager
+        return getattr(self.tree_manager_containers.get(device), "tree_manager", None)
 
     def idle(self) -> bool:
         """Tell whether nobody has an output any more: a replay's does not own its memory."""
@@ -218,14 +218,14 @@ def _here() -> _Thread:
 def _taken_over() -> _Thread | None:
     for _ in range(len(_left)):
         try:
-            thread = _left.popleft()
+            thread = _left.pop()  # the last one: what it called is what its successor is about to call
         except IndexError:  # another thread was quicker
             return None
         if thread.idle():
             for device in thread.tree_manager_containers:
                 torch.cuda.synchronize(device)  # its last replay may be going on, on its own stream
             return thread
-        _left.append(thread)
+        _left.appendleft(thread)
     return None
 
 
@@ -323,8 +323,7 @@ class _Graphs:
         return self._run_seldom(here, entry, inputs)
 
     def _enter(self, here: _Thread) -> _Entry:
-        forward = here.forwards.setdefault(self._pair, _Forward())
-        entry = here.entries[self] = _Entry(self._make(here), forward)
+        entry = here.entries[self] = _Entry(self._make(here), here.forwards.setdefault(self._pair, _Forward()))
         return entry
 
     def _run_seldom(self, here: _Thread, entry: _Entry, inputs: list[Any]) -> Any:
@@ -332,6 +331,7 @@ class _Graphs:
         if entry.graphs and may_replay and (entry.forward.graphed or not self._backward):
             entry.begun = entry.forward.graphed = True
             with self._turns[self._device]:  # makes the thread's memory pool
+                torch._C._set_cached_tensors_enabled(True)  # torch does it once for each thread's first graph
                 return entry.graphs(inputs)
         if not self._backward:
             entry.forward.graphed = False

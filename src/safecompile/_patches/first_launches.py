@@ -12,7 +12,6 @@ import torch
 
 from safecompile._core.forks import lock_across_forks
 from safecompile._core.turns import Turn, Turns
-from safecompile._patches.cuda_graphs import MEASURED
 from safecompile._patches.point import PatchPoint
 
 __all__ = ["FirstLaunches"]
@@ -30,16 +29,13 @@ class FirstLaunches(PatchPoint):
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
-        self.on = bool(
-            MEASURED
-        )  # as little tried on a GPU as recordings are, and of no use without turns that these take, too
         self._turns = turns
         self._guard = lock_across_forks()
         self._tuned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._final: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def needed(self) -> bool:
-        return self.on and importlib.util.find_spec("triton") is not None
+        return importlib.util.find_spec("triton") is not None
 
     def mismatch(self) -> str | None:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner

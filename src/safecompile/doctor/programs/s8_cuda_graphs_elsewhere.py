@@ -19,7 +19,6 @@ _CALLS = 50
     "CUDA graphs called from several threads give wrong numbers",
     kind="silent",
     upstream="pytorch#123177",
-    protected=False,
     needs="gpu",
 )
 def run(case: Case) -> str:
