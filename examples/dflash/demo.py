@@ -47,12 +47,13 @@ from display import Display
 from drafter import drafter_shape, new_drafter
 from evaluator import Evaluator
 from interrupt import Interrupted, interruptible
-from nodes import ALONE, NodeError, Nodes
+from nodes import ALONE, Nodes
 from pipeline import WorkerError
 from replica import Numbers, Replica
 from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, OPTIONS, SUMMARY, RunFolder, Start
 from speculative import DFlashProposer, NGramProposer
 from target import Language, Target, check_shareable, choose_taps, language_of, read_config, shape_of
+from watch import NodeError
 from work import fill
 
 _NOT_WRITTEN = (OSError, SafetensorError)
@@ -331,7 +332,7 @@ class Run:
         }
         self._console = Console()
         self._stage_started = self._started = time.monotonic()
-        self._differs = False  # the nodes' weights, which are then not saved
+        self._same = True  # the weights of all nodes, as far as is known: if not, they are not saved
         self._saving = threading.RLock()
         self._saved_step = self._checkpoint.step if self._checkpoint else 0  # guarded by _saving
 
@@ -420,7 +421,7 @@ class Run:
         written = True
         if self.nodes.rank:
             return written  # node 0 saves what is to be saved, and its weights are this node's
-        if self.training and status != "complete" and not self._differs and (replica := self.training.at_rest()):
+        if self.training and status != "complete" and self._same and (replica := self.training.at_rest()):
             try:
                 self._save(replica)
             except _NOT_WRITTEN as error:
@@ -507,14 +508,15 @@ class Run:
         if members.count == 1:
             return
         what = f"weights after step {replica.step}{when}"
+        self._same = False  # until all are known: another node, which has found a difference, may end this one meanwhile
         of_all = members.gather(what, nodes.fingerprints(replica.drafter), self.config.collective_timeout)
         for rank, found in enumerate(of_all):
             if other := [name for name in found if found[name] != of_all[0][name]]:
-                self._differs = True
                 raise NodeError(
                     f"{what} are not the same on nodes 0 and {rank} ({len(other)} of {len(found)} parameters, {other[0]} first), so their "
                     "machines do not compute alike, and are not saved: use machines of one kind"
                 )
+        self._same = True
 
     def _compiled_by_one_thread(self, training: train.Training, target: Target) -> int | None:
         """Return what the threads must have compiled; None where they are on several devices, each with graphs of its own."""
@@ -676,6 +678,7 @@ def _main(arguments: list[str]) -> int:
             show_estimate(command.config, command.estimate_for)
             return 0
         members = nodes.join(command.config)
+        members.meet()
         if command.make_cache is not None:
             if members.count > 1:
                 raise ConfigError(
@@ -688,11 +691,11 @@ def _main(arguments: list[str]) -> int:
         try:
             failed = run.complete()
         except Interrupted as interrupt:
-            members.ending(nodes.INTERRUPTED)
             print(f"\n{members.prefix}ending; once more stops at once, without saving", file=sys.stderr, flush=True)
+            reason = members.ending(nodes.INTERRUPTED)
             saved = "all there is was saved" if run.end("interrupted") else "not all there is could be saved"
             print(f"{members.prefix}interrupted; {saved} to {run.folder.path}, --resume goes on", file=sys.stderr)
-            if reason := members.why():
+            if reason:
                 print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
             members.leave()
             return interrupt.code
@@ -704,20 +707,22 @@ def _main(arguments: list[str]) -> int:
                 traceback.print_exception(error.__cause__)
             raise
         if not run.end("complete"):
-            members.leave("not all results could be written")
+            members.ending("not all results could be written")
+            members.leave()
             return 1
     except ConfigError as error:
         print(f"{members.prefix}error: {error}", file=sys.stderr)
-        members.leave(str(error))
+        members.ending(str(error))
+        members.leave()
         return 2
     except (WorkerError, NodeError, metrics.MetricsError, *_NOT_WRITTEN) as error:
         print(f"{members.prefix}stopped: {error}", file=sys.stderr)
-        members.leave(str(error))
+        members.ending(str(error))
+        members.leave()
         return 1
     except Interrupted as interrupt:  # before there was anything to save
         print(f"\n{members.prefix}interrupted", file=sys.stderr)
-        members.ending(nodes.INTERRUPTED)
-        if reason := members.why():
+        if reason := members.ending(nodes.INTERRUPTED):
             print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
         members.leave()
         return interrupt.code
