@@ -508,7 +508,9 @@ class Run:
         if members.count == 1:
             return
         what = f"weights after step {replica.step}{when}"
-        self._same = False  # until all are known: another node, which has found a difference, may end this one meanwhile
+        self._same = (
+            False  # until all are known: another node, which has found a difference, may end this one meanwhile
+        )
         of_all = members.gather(what, nodes.fingerprints(replica.drafter), self.config.collective_timeout)
         for rank, found in enumerate(of_all):
             if other := [name for name in found if found[name] != of_all[0][name]]:
