@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from checkpoints import Snapshot
 from config import Config, ConfigError
 from pipeline import Stopped
 from safecompile import fx_trace_lock
-from watch import BEAT, NodeError, Watch
+from watch import BEAT, CONNECTED, NodeError, Watch, way_to
 
 INTERRUPTED = "it was interrupted"
 
@@ -162,7 +161,7 @@ def join(config: Config) -> Nodes:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
     def connect() -> Store:
-        store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=config.node_timeout))))[0]
+        store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=CONNECTED))))[0]
         store.set_timeout(timedelta(seconds=config.collective_timeout + 60))  # later than the errors that say more
         return store
 
@@ -171,11 +170,9 @@ def join(config: Config) -> Nodes:
 
 def _address() -> str:
     """Return the address at which the others reach this machine: node 0's, or that of the way there."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if os.environ["GROUP_RANK"] == "0":
-        return host
-    with socket.create_connection((host, port)) as way:
-        return str(way.getsockname()[0])
+    host = os.environ["MASTER_ADDR"]
+    own = way_to(host, int(os.environ["MASTER_PORT"]))
+    return host if os.environ["GROUP_RANK"] == "0" else own
 
 
 def _yes() -> bool:
@@ -244,8 +241,9 @@ class Connected(Nodes):
     def meet(self) -> None:
         """See `Nodes`."""
         try:
+            address = self._address()
             store = self._connect()
-            session = self._watch.meet(store, self.count, self._address())
+            session = self._watch.meet(store, self.count, address)
             self._store = PrefixStore(session, store)
             group = PrefixStore(f"{session}/group", self._connect())
         except (OSError, dist.DistError) as error:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has no list of what it exports there
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]  # torch has no list of what it exports there
 from torch.distributed.distributed_c10d import Store
 
 BEAT = 1.0
@@ -28,6 +28,9 @@ BEAT = 1.0
 
 GRACE = 15.0
 """Seconds that the main thread has to hear that another node has ended; then the process ends without it."""
+
+CONNECTED = 10.0
+"""Seconds that torch may try to connect to a store that is there; it tries twice, with a pause between."""
 
 _SLOW = 5.0
 """Seconds that a node which ends waits for the answer of another one."""
@@ -93,12 +96,12 @@ class Watch:
             for rank in missing:
                 if store.check([f"here/{rank}"]):
                     card = store.get(f"here/{rank}").decode()
-                    if client := _client(card, self._silence):
+                    if client := _client(card):
                         cards[rank], self.names[rank] = card, json.loads(card)[-1]
                         self._others[rank] = client
             self.check()
             if time.monotonic() - since > self._silence:
-                raise NodeError(
+                self._fail(
                     f"node {self._rank} has waited {self._silence:g} s for all {count} nodes to start, without node "
                     f"{' and '.join(map(str, missing))}: it was killed, or starts slowly, for which node_timeout can be raised"
                 )
@@ -153,7 +156,7 @@ class Watch:
                 if self._ended is not None:
                     store.set(f"ended/{self._rank}", self._ended)
                 self.said[rank] = json.loads(store.get("sign"))  # an answer to what was set, too
-            except RuntimeError:
+            except DistNetworkError:
                 del self._others[rank]
                 if rank not in self._farewells():
                     dead.append(rank)
@@ -191,6 +194,7 @@ class Watch:
             self.failure = why
             if self._ended is None:
                 self._ended = why
+                self._hurry.set()  # tells the others at once
             timer = threading.Timer(GRACE, self._give_up)
             timer.daemon = True
             timer.start()
@@ -202,12 +206,25 @@ class Watch:
             os._exit(1)
 
 
-def _client(card: str, limit: float) -> Store | None:
+def way_to(host: str, port: int) -> str:
+    """Return this machine's own address on the way to a store.
+
+    Raises:
+        OSError: if nobody listens there, for which torch would go on trying.
+    """
+    with socket.create_connection((host, port), _SLOW) as way:
+        return str(way.getsockname()[0])
+
+
+def _client(card: str) -> Store | None:
     """Return a client of the store that a node has said is its own; None if it is of a process that has ended."""
     _, host, port, _ = json.loads(card)
     try:
-        socket.create_connection((host, port), _SLOW).close()  # where nobody listens, torch would go on trying
-        store = TCPStore(host, port, timeout=timedelta(seconds=limit), wait_for_workers=False)
+        way_to(host, port)
+        store = TCPStore(host, port, timeout=timedelta(seconds=CONNECTED), wait_for_workers=False)
+        store.set_timeout(
+            timedelta(days=1)
+        )  # an answer that comes late is no error: `Watch.check` says how late it may be
         return store if store.check([card]) else None
     except (OSError, RuntimeError):
         return None

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # torch has no list of what it exports there
+from torch.distributed import DistNetworkError, HashStore, TCPStore  # type: ignore[attr-defined]  # torch has no list of what it exports there
 
 import watch
 from nodes import INTERRUPTED
@@ -66,7 +66,7 @@ class Gone:
     """The store of a process that has ended, without a word of its own."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("Connection closed by peer")
+        raise DistNetworkError("Connection closed by peer")
 
 
 def die(node: Watch) -> None:
