@@ -25,11 +25,11 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 pytest.importorskip("rich", reason="the example's display")
 pytest.importorskip("matplotlib", reason="the example's plots")
 
-import demo
 import nodes
 from checkpoints import MODEL, OPTIMIZER, by_step
 from config import Config, ConfigError
 from nodes import Connected
+from prepare import prepare
 from run_folder import CHECKPOINTS, METRICS, METRICS_OF_NODE, SUMMARY
 from safecompile import fx_trace_lock
 from tests.dflash.conftest import EXAMPLE
@@ -341,4 +341,4 @@ def test_a_connection_that_breaks_is_an_error_that_names_the_node_which_has_died
 def test_torchrun_starts_again_with_resume_only() -> None:
     restarted = nodes.Nodes(restarts=3)
     with pytest.raises(ConfigError, match="--restart with torchrun's --max-restarts would throw away"):
-        demo.prepare(Config(), Path("nowhere"), "restart", restarted)
+        prepare(Config(), Path("nowhere"), "restart", restarted)
