@@ -175,14 +175,6 @@ def _address() -> str:
     return host if os.environ["GROUP_RANK"] == "0" else own
 
 
-def _yes() -> bool:
-    return True
-
-
-def _no() -> bool:
-    return False
-
-
 @dataclass
 class _Wait:
     """A wait for all nodes.
@@ -191,7 +183,7 @@ class _Wait:
         number: of all such waits so far, the same on all nodes.
         what: they wait for.
         limit: seconds until a node that is alive counts as missing; None for never.
-        over: whether it is, on the device, too.
+        on_device: tells whether the device has come to the end of it; None for one that this thread sees the end of.
     """
 
     number: int
@@ -199,7 +191,7 @@ class _Wait:
     limit: float | None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
     since: float = field(default_factory=time.monotonic)
-    over: Callable[[], bool] = _no
+    on_device: Callable[[], bool] | None = None
 
 
 class Connected(Nodes):
@@ -230,7 +222,7 @@ class Connected(Nodes):
         self._stopped = False
         self._ending = False
         self._waits = 0
-        self._wait: _Wait | None = None
+        self._wait: _Wait | None = None  # that is not over
         self._watch = Watch(rank, self._sign, self._overdue, self._silence)
 
     @property
@@ -351,7 +343,7 @@ class Connected(Nodes):
                 work.wait()
             mark = devices.mark(device)
             if mark is not None:
-                wait.over = mark.query
+                wait.on_device = mark.query
 
     @contextmanager
     def _waiting(self, what: str, limit: float | None) -> Iterator[_Wait]:
@@ -364,8 +356,8 @@ class Connected(Nodes):
             raise
         except RuntimeError as error:
             self._lost(wait, error)
-        if wait.over is _no:
-            wait.over = _yes
+        if not wait.on_device:
+            self._wait = None
 
     def _still_wanted(self) -> None:
         if self._stopped:
@@ -389,7 +381,9 @@ class Connected(Nodes):
     def _overdue(self) -> str | None:
         """Say for what this node has waited too long, if it has."""
         wait = self._wait
-        if not wait or wait.limit is None or time.monotonic() - wait.since < wait.limit or wait.over():
+        if not wait or wait.limit is None or time.monotonic() - wait.since < wait.limit:
+            return None
+        if wait.on_device and wait.on_device():
             return None
         return self._too_long(wait, [rank for rank, said in self._watch.said.items() if said["waits"] < wait.number])
 
@@ -408,4 +402,4 @@ class Connected(Nodes):
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return str(error).partition("\n")[0]
