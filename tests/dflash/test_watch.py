@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore, TCPStore  # type: ignore[attr-defined]  # torch has no list of what it exports there
+from torch.distributed.distributed_c10d import Store
 
 import watch
 from nodes import INTERRUPTED
@@ -142,6 +143,23 @@ def test_the_death_that_another_nodes_end_follows_from_is_found_before_that_end(
     die(three[1])
     three[2]._ended = f"node 2 () has ended: {INTERRUPTED}"
     three[2].look()
+    three[0].look()
+    assert blamed(three[0]) == [1]
+
+
+def test_a_death_that_comes_during_a_look_is_found_before_the_end_that_follows_from_it(three: list[Watch]) -> None:
+    """The dead node has been asked in that look, the other not yet."""
+
+    def get(key: str) -> bytes:
+        three[0]._others[2] = after
+        die(three[1])
+        three[2].end(INTERRUPTED)
+        three[2].look()
+        return after.get(key)
+
+    after = three[0]._others[2]
+    three[0]._others[2] = cast(Store, SimpleNamespace(get=get))
+    three[0].look()
     three[0].look()
     assert blamed(three[0]) == [1]
 
