@@ -168,7 +168,9 @@ class Config:
     queue_depth: int = _option(2, "batches of work that wait for one replica at most", at_least=1)
 
     node_timeout: float = _option(
-        30.0, "of several nodes: seconds without a sign of life after which one counts as dead, and all end", above=0
+        30.0,
+        "of several nodes: seconds to start, or without an answer, after which one is given up, and all end",
+        above=0,
     )
     collective_timeout: float = _option(
         1800.0,

@@ -10,9 +10,7 @@ where ``--resume`` goes on. See README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import platform
 import sys
@@ -20,7 +18,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 import transformers
@@ -28,128 +26,35 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 import cache
-import chat
-import data
 import estimate
 import evaluate
 import export
 import metrics
 import nodes
-import options
 import plots
 import recorder
+import results
 import train
 from backend import BACKEND, cpp_compiler
-from checkpoints import Checkpoint, Checkpoints, by_step, contract, differing, environment
+from command import command_line
 from config import Config, ConfigError
-from data import Conversations, Source
+from data import Conversations
 from display import Display
-from drafter import drafter_shape, new_drafter
+from drafter import new_drafter
 from evaluator import Evaluator
 from interrupt import Interrupted, interruptible
-from nodes import ALONE, NodeError, Nodes
+from nodes import ALONE
 from pipeline import WorkerError
+from prepare import Prepared, checked, load_targets, prepare
 from replica import Numbers, Replica
-from run_folder import CHECKPOINTS, DRAFTER, EVALUATION, OPTIONS, SUMMARY, RunFolder, Start
+from run_folder import DRAFTER, EVALUATION, SUMMARY
 from speculative import DFlashProposer, NGramProposer
-from target import Language, Target, check_shareable, choose_taps, language_of, read_config, shape_of
+from target import Target
+from watch import NodeError
 from work import fill
 
 _NOT_WRITTEN = (OSError, SafetensorError)
 """What a full disk raises, which may be why a run ends: safetensors has an error of its own, which is no OSError."""
-
-
-class Command(NamedTuple):
-    """What the command line asks for.
-
-    Attributes:
-        config: options.
-        run: the run folder.
-        start: how to begin in it.
-        estimate_for: no run is wanted, but an estimate of it, at this many tokens a second of each drafter.
-        make_cache: no run is wanted, but the features for it in this folder.
-    """
-
-    config: Config
-    run: Path
-    start: Start
-    estimate_for: float | None
-    make_cache: Path | None
-
-
-class Prepared(NamedTuple):
-    """A run whose options have been checked, before any work."""
-
-    config: Config
-    folder: RunFolder
-    taps: tuple[int, ...]
-    language: Language
-    train_on: Source
-    held_out: Source
-    checkpoints: Checkpoints
-    checkpoint: Checkpoint | None
-    cache: cache.Cache | None
-    nodes: Nodes
-
-
-def command_line(arguments: list[str]) -> Command:
-    """Read the command line and the configuration file that it names.
-
-    Raises:
-        ConfigError: if the options cannot work.
-    """
-    parser = _Parser(description="Train a DFlash drafter in several threads and measure it.", allow_abbrev=False)
-    parser.add_argument(
-        "--config",
-        default="demo",
-        metavar="NAME|FILE",
-        help=f"TOML file that the other options change: a path, or one of {', '.join(options.bundled())} (%(default)s)",
-    )
-    parser.add_argument(
-        "--run", type=Path, metavar="PATH", help="run folder, for all that is written (runs/dflash-NAME)"
-    )
-    begin = parser.add_mutually_exclusive_group()
-    begin.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
-    begin.add_argument("--restart", action="store_true", help="begin again, and delete the run folder's checkpoints")
-    parser.add_argument(
-        "--dry-run",
-        nargs="?",
-        type=_rate,
-        const=2800.0,
-        metavar="TOK/S",
-        help="show shapes, parameters, memory and, for this many context tokens a second of each drafter (%(const)s), "
-        "traffic, from the target's config.json alone; named devices need not exist",
-    )
-    parser.add_argument(
-        "--make-cache",
-        type=Path,
-        metavar="PATH",
-        help="make the features for all steps, for any number of runs with --cache, and end; goes on with a folder begun before",
-    )
-    options.add_to(parser)
-    given = vars(parser.parse_args(arguments))
-    file, run, dry_run = options.find(given.pop("config")), given.pop("run"), given.pop("dry_run")
-    resume, restart, given_cache = given.pop("resume"), given.pop("restart"), given.pop("make_cache")
-    return Command(
-        options.combine(file, given),
-        run or Path("runs") / f"dflash-{file.stem}",
-        "resume" if resume else "restart" if restart else "fresh",
-        dry_run,
-        given_cache,
-    )
-
-
-def _rate(text: str) -> float:
-    rate = float(text)
-    if not (rate > 0 and math.isfinite(rate)):
-        raise argparse.ArgumentTypeError(f"{text} tokens a second is no rate")
-    return rate
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Report like everything else that is wrong with the options."""
-        raise ConfigError(message)
 
 
 def show_estimate(config: Config, rate: float) -> None:
@@ -162,75 +67,6 @@ def show_estimate(config: Config, rate: float) -> None:
     estimate.show(estimate.estimate(config, rate=rate), config, Console())
 
 
-def prepare(config: Config, run: Path, start: Start = "fresh", members: Nodes = ALONE) -> Prepared:
-    """Check everything that can be wrong with the options, and read the text or the conversations.
-
-    Raises:
-        ConfigError: in one sentence that says what to change.
-        NodeError: if another node has ended, as where it has something wrong with its options.
-    """
-    if members.restarts and start == "restart":
-        raise ConfigError(
-            "--restart with torchrun's --max-restarts would throw away what was learned at each failure: use --resume, which with "
-            "torchrun begins where there is nothing to go on from"
-        )
-    factories = metrics.factories(config.metrics)
-    taps, language, train_on, held_out = _checked(config)
-    stored = cache.open_complete(config.cache, config, train_on, taps) if config.cache is not None else None
-    drawn = stored.drawn if stored else None
-    if members.count > 1:
-        own = {"contract": contract(config, train_on, drawn, members.count), "environment": environment(config)}
-        _check_alike(members.gather("options", own, config.collective_timeout), members.rank)
-    checkpoints = Checkpoints(run / CHECKPOINTS, config, train_on, drawn, members.count)
-    if members.rank:
-        checkpoint = _same_start(members, config, run, start, None)
-        folder = RunFolder(run, config, node=members.rank)  # only now: node 0 may have refused it
-    else:
-        checkpoint = checkpoints.resumable() if start == "resume" else None
-        # torchrun starts again with the same command line, and the first time there is nothing to resume.
-        begins = start == "resume" and members.restarts is not None and not (run / OPTIONS).exists()
-        folder = RunFolder(run, config, "fresh" if begins else start, factories)
-        checkpoint = _same_start(members, config, run, start, checkpoint)
-    return Prepared(config, folder, taps, language, train_on, held_out, checkpoints, checkpoint, stored, members)
-
-
-def _check_alike(prepared: list[dict[str, Any]], rank: int) -> None:
-    """Refuse to train with a node 0 that would train otherwise, given the contract and the environment of each node."""
-    first, own = prepared[0], prepared[rank]
-    differences = differing(first["contract"], own["contract"])
-    differences += [
-        f"{name} is {there} there and {own['environment'][name]} here"
-        for name, there in first["environment"].items()
-        if there != own["environment"][name]
-    ]
-    if differences:
-        raise ConfigError(f"node {rank} differs from node 0: {'; '.join(differences)}: make them the same")
-
-
-def _same_start(
-    members: Nodes, config: Config, run: Path, start: Start, checkpoint: Checkpoint | None
-) -> Checkpoint | None:
-    """Return node 0's checkpoint; on other nodes, which may have no such folder, without notes.
-
-    Raises:
-        ConfigError: if another node has a newer one: torchrun may give a machine another number when it starts again.
-    """
-    if members.count == 1:
-        return checkpoint
-    newest = max((step for step, _ in by_step(run / CHECKPOINTS)), default=0)
-    place = [checkpoint.step, checkpoint.seconds] if checkpoint else None
-    found = members.gather("start", [newest, place], config.collective_timeout)
-    latest = max(range(members.count), key=lambda rank: (found[rank][0], -rank))
-    if start == "resume" and latest:
-        raise ConfigError(
-            f"node {latest} has a checkpoint of step {found[latest][0]} in {run}, and node 0 has none so new: "
-            "put the run folder onto a disk that all nodes share, or copy it to node 0"
-        )
-    if members.rank and (at := found[0][1]):
-        return Checkpoint(run / CHECKPOINTS, at[0], at[1])
-    return checkpoint
-
-
 def make_cache(config: Config, folder: Path) -> None:
     """Let the targets make all work of a run, for runs without them.
 
@@ -238,7 +74,7 @@ def make_cache(config: Config, folder: Path) -> None:
         ConfigError: in one sentence that says what to change.
         WorkerError: if a thread failed.
     """
-    taps, language, train_on, _ = _checked(config)
+    taps, language, train_on, _ = checked(config)
     token_bytes = estimate.estimate(config).token_bytes
     begun = cache.begin(folder, config, train_on, taps, token_bytes)
     torch.set_num_threads(1)
@@ -246,7 +82,7 @@ def make_cache(config: Config, folder: Path) -> None:
     print(
         f"{missing} of {begun.works} batches of work to make, {missing * cache.size_of(config, token_bytes) / 1e9:,.2f} GB"
     )
-    targets = _targets(config, taps, language, config.targets if missing else 0)
+    targets = load_targets(config, taps, language, config.targets if missing else 0)
     shown = time.monotonic()
 
     def tick() -> None:
@@ -257,58 +93,6 @@ def make_cache(config: Config, folder: Path) -> None:
 
     fill(config, train_on, targets, begun, tick)
     print(f"all there; train on it with --cache {folder}")
-
-
-def _checked(config: Config) -> tuple[tuple[int, ...], Language, Source, Source]:
-    """Check the options; return tapped layers, the target's language, what to train on and what to evaluate on."""
-    config.validate()
-    target = read_config(config.target, trust_remote_code=config.trust_remote_code)
-    config.check_positions(getattr(target, "max_position_embeddings", None))
-    shape = shape_of(target)
-    taps = choose_taps(config.taps, shape)
-    drafter_shape(config, shape, len(taps))
-    if config.eval_every:
-        check_shareable(target)
-    language = language_of(
-        config.target, target, mask_id=config.mask_token_id, trust_remote_code=config.trust_remote_code
-    )
-    return taps, language, *_sources(config, language)
-
-
-def _targets(config: Config, taps: tuple[int, ...], language: Language, count: int) -> list[Target]:
-    """Load the target ``count`` times, onto the devices of the first threads.
-
-    One after the other in this thread: loading changes settings of the whole process, such as the default dtype.
-    """
-    return [
-        Target(
-            config.target,
-            taps,
-            device,
-            trust_remote_code=config.trust_remote_code,
-            language=language,
-            dtype=getattr(torch, config.target_dtype),
-            compiled=config.compile_target,
-        )
-        for device in config.devices()[:count]
-    ]
-
-
-def _sources(config: Config, language: Language) -> tuple[Source, Source]:
-    """Return what to train on and what to evaluate on."""
-    if config.data is not None:
-        return chat.load(config, language)
-    corpus = data.load_corpus(config.text)
-    texts = []
-    for part, text, needed in (
-        ("to train on", corpus.train, config.prompt_length if config.answers == "target" else config.length),
-        ("to evaluate on", corpus.held_out, config.eval_prompt_length),
-    ):
-        tokens = language.encode(text)
-        if len(tokens) < needed:
-            raise ConfigError(f"text {part} has only {len(tokens)} tokens, a prompt takes {needed}: add text")
-        texts.append(tokens)
-    return texts[0], texts[1]
 
 
 class Run:
@@ -331,7 +115,7 @@ class Run:
         }
         self._console = Console()
         self._stage_started = self._started = time.monotonic()
-        self._differs = False  # the nodes' weights, which are then not saved
+        self._same = True  # the weights of all nodes, as far as is known: if not, they are not saved
         self._saving = threading.RLock()
         self._saved_step = self._checkpoint.step if self._checkpoint else 0  # guarded by _saving
 
@@ -364,10 +148,10 @@ class Run:
                 f"{train_on} {'sequences of ' if config.packing else ''}conversations to train on, {held_out} held out, "
                 f"{self._train_on.left_out} too long or without an answer"
             )
-        targets = _targets(config, self.taps, self.language, config.targets if self._cache is None else 1)
+        targets = load_targets(config, self.taps, self.language, config.targets if self._cache is None else 1)
         judge = targets[0]
         self._done("load")
-        if members.rank:
+        if not members.writes:
             self._train(targets, None)
             self._done("training")
             # Node 0 evaluates; what comes of it is the end of all, so that torchrun starts all again or none.
@@ -409,18 +193,19 @@ class Run:
         self.summary["evaluation"] = evaluate.summarize(measured, block - 1)
         self._plot()
         self._done("plots")
-        failed = [failure for failure, passed in self._checks().items() if not passed]
+        failed = results.failed_checks(config, self.summary, self.folder.metrics("evaluation"))
         self.summary["failed_checks"] = failed
-        self._print_results()
+        for line in results.shown(config, self.summary):
+            self._say(line)
         members.gather("failed checks", failed)
         return failed
 
     def end(self, status: str) -> bool:
         """Save what there is to save, and the summary; return whether all of it could be written, and say what could not."""
         written = True
-        if self.nodes.rank:
+        if not self.nodes.writes:
             return written  # node 0 saves what is to be saved, and its weights are this node's
-        if self.training and status != "complete" and not self._differs and (replica := self.training.at_rest()):
+        if self.training and status != "complete" and self._same and (replica := self.training.at_rest()):
             try:
                 self._save(replica)
             except _NOT_WRITTEN as error:
@@ -450,15 +235,15 @@ class Run:
     def _train(self, targets: list[Target], evaluator: Evaluator | None) -> train.Training:
         config = self.config
         members = self.nodes
-        snapshot = self._checkpoint.snapshot() if self._checkpoint and members.rank == 0 else None
+        snapshot = self._checkpoint.snapshot() if self._checkpoint and members.writes else None
         snapshot = members.spread(snapshot)
         training = train.Training(config, self._train_on, targets, snapshot, self._cache, evaluator, members)
         self._compare(training.replicas[0])
         # Not before all is loaded and decoded: what fails until here leaves the checkpoints of the run before a restart.
-        if members.rank == 0:
+        if members.writes:
             self._begin()
         members.gather("folder", None, config.collective_timeout)
-        if members.rank:
+        if not members.writes:
             self._begin()
         self.training = training
         members.doing, members.numbers = training.doing, training.numbers
@@ -470,7 +255,7 @@ class Run:
                 self._compare(training.replicas[0])
                 self._save(training.replicas[0])
 
-        display = Display(training, self._console) if members.rank == 0 else None
+        display = Display(training, self._console) if members.writes else None
 
         def tick() -> None:
             states = written.tick()
@@ -490,7 +275,7 @@ class Run:
         written.rates(of_all)
         self._compare(training.replicas[0], " at the end")
         self._save(training.replicas[0], final=True)
-        if members.rank == 0:
+        if members.writes:
             self.summary["training"] = self._training_summary(training)
         if members.count > 1:
             self.summary["nodes"] = of_all
@@ -507,14 +292,17 @@ class Run:
         if members.count == 1:
             return
         what = f"weights after step {replica.step}{when}"
+        self._same = (
+            False  # until all are known: another node, which has found a difference, may end this one meanwhile
+        )
         of_all = members.gather(what, nodes.fingerprints(replica.drafter), self.config.collective_timeout)
         for rank, found in enumerate(of_all):
             if other := [name for name in found if found[name] != of_all[0][name]]:
-                self._differs = True
                 raise NodeError(
                     f"{what} are not the same on nodes 0 and {rank} ({len(other)} of {len(found)} parameters, {other[0]} first), so their "
                     "machines do not compute alike, and are not saved: use machines of one kind"
                 )
+        self._same = True
 
     def _compiled_by_one_thread(self, training: train.Training, target: Target) -> int | None:
         """Return what the threads must have compiled; None where they are on several devices, each with graphs of its own."""
@@ -527,7 +315,7 @@ class Run:
     def _begin(self) -> None:
         """Start the run's files anew, or go on with them where the checkpoint ends."""
         self.folder.open_sinks(self._saved_step)  # first: what fails here leaves the checkpoints of the run before
-        if self.nodes.rank == 0:
+        if self.nodes.writes:
             self._checkpoints.begin(self._checkpoint)
         if self._checkpoint is None:
             self.folder.begin()
@@ -545,7 +333,7 @@ class Run:
         A drafter of more steps, from a run before a restart, stays until the ``final`` one of this run takes its place.
         """
         assert self.training
-        if self.nodes.rank:
+        if not self.nodes.writes:
             return
         with self._saving:  # both by the first drafter thread and, when the run ends meanwhile, by the main thread
             step = replica.step
@@ -564,42 +352,6 @@ class Run:
     def _training_summary(self, training: train.Training) -> dict[str, Any]:
         return recorder.summary(training, self.folder.metrics("step")) | {"saved_step": self._saved_step}
 
-    def _checks(self) -> dict[str, bool]:
-        """Return what must be true, by what to say if it is not."""
-        training, graphs, evaluation = (self.summary[part] for part in ("training", "graphs", "evaluation"))
-        drafters = evaluation["drafters"]
-        # In bfloat16 a pass over a block may decide a near-tie otherwise than one over a token.
-        near_ties = self.config.target_dtype == "bfloat16"
-        tau = {name: drafter["tau_not_looping"] for name, drafter in drafters.items()}
-        # The loss of D-PACE weighs more the better the drafter is, so it need not fall.
-        learned = {
-            "decay": {"the loss did not fall": training["loss_last_tenth"] < training["loss_first_tenth"]},
-            "dpace": {
-                "the expected acceptance length did not rise": training["eal_last_tenth"] > training["eal_first_tenth"]
-            },
-        }
-        return {
-            **learned[self.config.position_weights],
-            "output differs from the target's own": all(
-                d["identical"] == d["references"] or (near_ties and d["largest_regret"] <= evaluate.NEAR_TIE)
-                for d in (*drafters.values(), *self.folder.metrics("evaluation"))
-            ),
-            "too few responses do not loop: the evaluation is not valid": evaluation["valid"],
-            f"the trained drafter's acceptance length is below {self.config.tau}": tau["trained"] >= self.config.tau,
-            "the trained drafter is not accepted more than the n-gram drafter": tau["trained"] > tau["n-gram"],
-            "the trained drafter is accepted less than twice as much as the untrained one": (
-                tau["trained"] >= 2 * tau["untrained"]
-            ),
-            "the replicas differ": training["largest_difference_between_replicas"] == 0.0,
-            "the threads compiled another number of graphs than one thread does": all(
-                graphs["compiled_by_one_thread"] in (None, compiled)
-                for compiled in (
-                    graphs["compiled_by_all_threads"],
-                    *(n["graphs"] for n in self.summary.get("nodes", ())),
-                )
-            ),
-        }
-
     def _plot(self) -> None:
         assert self.training
         plots.loss(self.folder)
@@ -607,43 +359,6 @@ class Run:
         plots.acceptance_length(self.folder)
         drafters = self.summary["evaluation"]["drafters"]
         plots.acceptance(self.folder, {name: d["acceptance_by_position_not_looping"] for name, d in drafters.items()})
-
-    def _print_results(self) -> None:
-        training, graphs, evaluation = (self.summary[part] for part in ("training", "graphs", "evaluation"))
-        first, last = training["loss_first_tenth"], training["loss_last_tenth"]
-        looping = evaluation["references"] - evaluation["not_looping"]
-        self._say(f"\nloss {first:.3f} in the first tenth of the steps, {last:.3f} in the last")
-        self._say(
-            f"expected acceptance length {training['eal_first_tenth']:.2f} in the first, {training['eal_last_tenth']:.2f} in the last"
-        )
-        self._say(
-            f"\nspeculative decoding of {evaluation['references']} held-out prompts, {looping} of them with responses that loop"
-        )
-        self._say(
-            f"{'drafter':10} {'acceptance length':>18} {'without loops':>14} {'target passes':>14} {'drafter passes':>15} {'identical':>10} {'speed-up':>9}"
-        )
-        for name, drafter in evaluation["drafters"].items():
-            self._say(
-                f"{name:10} {drafter['tau']:18.2f} {_number(drafter['tau_not_looping']):>14} {drafter['target_forwards']:14} "
-                f"{drafter['drafter_forwards']:15} {drafter['identical']:7}/{evaluation['references']} {drafter['speed_up']:9.2f}"
-            )
-        self._say("speed-up: tokens a second with drafts, over those of the target alone, decoded in turn")
-        if self.config.target_dtype == "bfloat16":
-            self._say(
-                f"\ntokens that are not the likeliest in one pass over the whole response; their logits may be {evaluate.NEAR_TIE:g} below it"
-            )
-            for name, found in (("alone", evaluation["target_alone"]), *evaluation["drafters"].items()):
-                self._say(
-                    f"{name:10} {found['not_likeliest']:4} of {found['tokens']}, at most {found['largest_regret']:.3g} below, or "
-                    f"{found['largest_regret_in_last_places']:.3g} units in the last place of the largest logit"
-                )
-        self._say(f"\nlargest difference between replicas: {training['largest_difference_between_replicas']}")
-        alone = graphs["compiled_by_one_thread"]
-        self._say(
-            f"graphs compiled by all threads: {graphs['compiled_by_all_threads']}, by one thread alone: "
-            + ("not compared, the threads are on several devices" if alone is None else str(alone))
-        )
-        self._say("seconds: " + ", ".join(f"{stage} {s:.0f}" for stage, s in self.summary["seconds"].items()))
 
     def _done(self, stage: str) -> None:
         """End a stage that began where the one before it ended."""
@@ -653,12 +368,8 @@ class Run:
         self._stage_started = now
 
     def _say(self, text: str) -> None:
-        if self.nodes.rank == 0:
+        if self.nodes.writes:
             print(text, flush=True)
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def main(arguments: list[str]) -> int:
@@ -676,6 +387,7 @@ def _main(arguments: list[str]) -> int:
             show_estimate(command.config, command.estimate_for)
             return 0
         members = nodes.join(command.config)
+        members.meet()
         if command.make_cache is not None:
             if members.count > 1:
                 raise ConfigError(
@@ -688,11 +400,11 @@ def _main(arguments: list[str]) -> int:
         try:
             failed = run.complete()
         except Interrupted as interrupt:
-            members.ending(nodes.INTERRUPTED)
             print(f"\n{members.prefix}ending; once more stops at once, without saving", file=sys.stderr, flush=True)
+            reason = members.ending(nodes.INTERRUPTED)
             saved = "all there is was saved" if run.end("interrupted") else "not all there is could be saved"
             print(f"{members.prefix}interrupted; {saved} to {run.folder.path}, --resume goes on", file=sys.stderr)
-            if reason := members.why():
+            if reason:
                 print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
             members.leave()
             return interrupt.code
@@ -704,20 +416,22 @@ def _main(arguments: list[str]) -> int:
                 traceback.print_exception(error.__cause__)
             raise
         if not run.end("complete"):
-            members.leave("not all results could be written")
+            members.ending("not all results could be written")
+            members.leave()
             return 1
     except ConfigError as error:
         print(f"{members.prefix}error: {error}", file=sys.stderr)
-        members.leave(str(error))
+        members.ending(str(error))
+        members.leave()
         return 2
     except (WorkerError, NodeError, metrics.MetricsError, *_NOT_WRITTEN) as error:
         print(f"{members.prefix}stopped: {error}", file=sys.stderr)
-        members.leave(str(error))
+        members.ending(str(error))
+        members.leave()
         return 1
     except Interrupted as interrupt:  # before there was anything to save
         print(f"\n{members.prefix}interrupted", file=sys.stderr)
-        members.ending(nodes.INTERRUPTED)
-        if reason := members.why():
+        if reason := members.ending(nodes.INTERRUPTED):
             print(f"{members.prefix}stopped: {reason}", file=sys.stderr)
         members.leave()
         return interrupt.code
@@ -725,7 +439,7 @@ def _main(arguments: list[str]) -> int:
         if run is not None and (left := run.left_behind()):
             print(f"{members.prefix}left behind: {', '.join(left)}", file=sys.stderr, flush=True)
     members.leave()
-    if members.rank == 0:
+    if members.writes:
         for failure in failed:
             print(f"FAILED: {failure}", file=sys.stderr)
         print(f"{'failed' if failed else 'all checks passed'}; results are in {run.folder.path}")

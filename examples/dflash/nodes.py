@@ -1,8 +1,8 @@
 """Several machines: one process on each, started by torchrun. They average gradients, watch each other, and end together.
 
-Everything that nodes say to each other, but gradients and weights, goes through the key-value store that torchrun keeps: who is
-there, values that all need, and a sign of life every second with what a node is doing. So a wait for others is never blind: its
-error says which node is missing, and what that one was at.
+Where nodes meet, and values that all need, go through the key-value store that torchrun keeps, gradients and weights through
+torch.distributed. A wait for others is never blind: `watch.Watch` knows who is alive and what each is doing, so that its error says which
+node is missing, and what that one was at.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
-import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,29 +29,16 @@ from checkpoints import Snapshot
 from config import Config, ConfigError
 from pipeline import Stopped
 from safecompile import fx_trace_lock
-
-BEAT = 1.0
-"""Seconds between two signs of life of a node."""
-
-_SILENT = 3.5 * BEAT
-"""Seconds of silence that are told where there is another reason to end."""
-
-GRACE = 15.0
-"""Seconds that the main thread has to hear that another node has ended; then the process ends without it."""
-
+from watch import BEAT, CONNECTED, NodeError, Watch, way_to
 
 INTERRUPTED = "it was interrupted"
-
-
-class NodeError(RuntimeError):
-    """Another node has ended or does not come; says which, and what it was doing."""
 
 
 class Nodes:
     """A node that is alone: it has nobody to wait for.
 
     Attributes:
-        rank: this node's number; node 0 writes checkpoints and exports.
+        rank: this node's number.
         count: of nodes.
         restarts: how often torchrun may start all processes again (``--max-restarts``); None if it did not start this one.
         doing: tells what the node does, for the errors of others.
@@ -69,9 +54,21 @@ class Nodes:
         self.numbers: Callable[[], dict[str, Any]] = dict
 
     @property
+    def writes(self) -> bool:
+        """Whether this node is the one that evaluates, prints, and writes all that belongs to the run as a whole."""
+        return self.rank == 0
+
+    @property
     def prefix(self) -> str:
         """What a line for people begins with, to tell which node says it; nothing where there is one."""
         return ""
+
+    def meet(self) -> None:
+        """Meet the others; to be called once, in the main thread, before all else.
+
+        Raises:
+            NodeError: if one of them does not come.
+        """
 
     def gather(self, what: str, value: Any, limit: float | None = None) -> list[Any]:
         """Return the value that each node has for ``what``, in the order of the nodes, once all have come.
@@ -112,20 +109,21 @@ class Nodes:
         return {}
 
     def check(self) -> None:
-        """Raise `NodeError` if another node has ended or is silent."""
-
-    def why(self) -> str | None:
-        """Return what has happened to other nodes that this one may be ended for from outside, if anything, after some seconds at most."""
-        return None
+        """Raise `NodeError` if another node has ended or does not answer."""
 
     def stop(self) -> None:
         """End every wait for other nodes, now and later, with `Stopped`."""
 
-    def ending(self, error: str) -> None:
-        """Say that this node is about to end, and why: others end with that, and this one does not look after them any more."""
+    def ending(self, why: str) -> str | None:
+        """Say that this node is about to end, and why: others end with that. To be called in the main thread.
 
-    def leave(self, error: str | None = None) -> None:
-        """Say that this node has ended, and why if not because all was done."""
+        Returns:
+            What had happened to other nodes before, if anything, which this one may be ended for from outside.
+        """
+        return None
+
+    def leave(self) -> None:
+        """Say that this node has ended, all being done unless it was `ending`."""
 
 
 ALONE = Nodes()
@@ -140,11 +138,10 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
 
 
 def join(config: Config) -> Nodes:
-    """Meet the other processes that torchrun has started, if there are any; to be called once, in the main thread.
+    """Return this process's place among those that torchrun has started, if it has; to `Nodes.meet` them is up to the caller.
 
     Raises:
         ConfigError: if they cannot share this machine's devices.
-        NodeError: if one of them does not come.
     """
     if not dist.is_torchelastic_launched():
         return Nodes()
@@ -164,18 +161,18 @@ def join(config: Config) -> Nodes:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
     def connect() -> Store:
-        store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=config.collective_timeout))))[0]
+        store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=CONNECTED))))[0]
+        store.set_timeout(timedelta(seconds=config.collective_timeout + 60))  # later than the errors that say more
         return store
 
-    return Connected(connect, rank, count, restarts, config, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return Connected(connect, _address, rank, count, restarts, config, "cpu:gloo,cuda:nccl" if cuda else "gloo")
 
 
-def _yes() -> bool:
-    return True
-
-
-def _no() -> bool:
-    return False
+def _address() -> str:
+    """Return the address at which the others reach this machine: node 0's, or that of the way there."""
+    host = os.environ["MASTER_ADDR"]
+    own = way_to(host, int(os.environ["MASTER_PORT"]))
+    return host if os.environ["GROUP_RANK"] == "0" else own
 
 
 @dataclass
@@ -186,7 +183,7 @@ class _Wait:
         number: of all such waits so far, the same on all nodes.
         what: they wait for.
         limit: seconds until a node that is alive counts as missing; None for never.
-        over: whether it is, on the device, too.
+        on_device: tells whether the device has come to the end of it; None for one that this thread sees the end of.
     """
 
     number: int
@@ -194,7 +191,7 @@ class _Wait:
     limit: float | None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
     since: float = field(default_factory=time.monotonic)
-    over: Callable[[], bool] = _no
+    on_device: Callable[[], bool] | None = None
 
 
 class Connected(Nodes):
@@ -202,63 +199,72 @@ class Connected(Nodes):
 
     Args:
         connect: makes a client of the store that all nodes share.
+        address: tells where the others reach this machine.
         rank, count, restarts: see `Nodes`.
         config: for time-outs.
         backend: of torch.distributed.
     """
 
     def __init__(
-        self, connect: Callable[[], Store], rank: int, count: int, restarts: int, config: Config, backend: str
+        self,
+        connect: Callable[[], Store],
+        address: Callable[[], str],
+        rank: int,
+        count: int,
+        restarts: int,
+        config: Config,
+        backend: str,
     ) -> None:
         super().__init__(restarts)
         self.rank, self.count = rank, count
+        self._connect, self._address, self._backend = connect, address, backend
         self._silence, self._limit = config.node_timeout, config.collective_timeout
         self._stopped = False
-        self._failure: str | None = None  # the first one stays
-        self._failed = 0.0
-        self._ended: str | None = None
         self._ending = False
-        self._interrupted: dict[int, float] = {}  # since when nodes have said so
-        self._left = threading.Event()
-        self._beats = 0
-        self._said: dict[int, dict[str, Any]] = {}
-        self._heard = dict.fromkeys(range(count), time.monotonic())
-        self._looked = time.monotonic()
-        self._asking: float | None = None  # since when the thread of signs of life waits for the store
         self._waits = 0
-        self._wait: _Wait | None = None
-        session = _meet(connect(), rank, count, self._silence)
-        # A client answers one thread at a time: signs of life must not wait for those who wait.
-        self._store, self._own_store = (PrefixStore(session, connect()) for _ in range(2))
-        self._own_store.set(f"alive/{rank}", self._sign())
-        self.gather("alive", None, self._silence)
-        threading.Thread(target=self._watch, name="nodes", daemon=True).start()
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(f"{session}/group", connect()),
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=self._limit + 60),  # later than the errors that say more
-        )
+        self._wait: _Wait | None = None  # that is not over
+        self._watch = Watch(rank, self._sign, self._overdue, self._silence)
 
     @property
     def prefix(self) -> str:
         """See `Nodes`."""
         return f"node {self.rank}: "
 
+    def meet(self) -> None:
+        """See `Nodes`."""
+        try:
+            address = self._address()
+            store = self._connect()
+            session = self._watch.meet(store, self.count, address)
+            self._store = PrefixStore(session, store)
+            group = PrefixStore(f"{session}/group", self._connect())
+        except (OSError, dist.DistError) as error:
+            self._watch.look_again()
+            self._watch.check()
+            raise NodeError(
+                f"node 0 has ended before all had met: the store that its torchrun keeps does not answer ({_first_line(error)})"
+            ) from error
+        with self._waiting("the connections of torch.distributed", self._limit):
+            dist.init_process_group(
+                self._backend,
+                store=group,
+                rank=self.rank,
+                world_size=self.count,
+                timeout=timedelta(seconds=self._limit + 60),  # later than the errors that say more
+            )
+
     def gather(self, what: str, value: Any, limit: float | None = None) -> list[Any]:
         """See `Nodes`."""
-        wait = self._begin(what, limit)
         keys = [f"value/{what}/{rank}" for rank in range(self.count)]
-        self._store.set(keys[self.rank], json.dumps(value))
-        while not self._store.check(keys):
-            self._still_wanted()
-            if limit is not None and time.monotonic() - wait.since > limit:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise NodeError(self._too_long(wait, missing))
-            time.sleep(0.02)
-        wait.over = _yes
-        return [json.loads(gathered) for gathered in self._store.multi_get(keys)]
+        with self._waiting(what, limit) as wait:
+            self._store.set(keys[self.rank], json.dumps(value))
+            while not self._store.check(keys):
+                self._still_wanted()
+                if limit is not None and time.monotonic() - wait.since > limit:
+                    missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                    raise NodeError(self._too_long(wait, missing))
+                time.sleep(0.02)
+            return [json.loads(gathered) for gathered in self._store.multi_get(keys)]
 
     def mean_(self, tensors: Sequence[Tensor], what: str) -> None:
         """See `Nodes`."""
@@ -302,214 +308,98 @@ class Connected(Nodes):
 
     def others(self) -> dict[int, dict[str, Any]]:
         """See `Nodes`."""
-        return {rank: said["numbers"] for rank, said in sorted(self._said.items()) if rank != self.rank}
+        return {rank: said["numbers"] for rank, said in sorted(self._watch.said.items())}
 
     def check(self) -> None:
         """See `Nodes`."""
-        asking = self._asking
-        if asking is not None and time.monotonic() - asking > self._silence:
-            self._fail(
-                f"the store of torchrun has not answered for {self._silence:g} s: the machine that keeps it, node 0's, is cut off"
-            )
-        if self._failure is not None:
-            raise NodeError(self._failure)
-
-    def why(self) -> str | None:
-        """See `Nodes`. A torchrun that loses those of other machines ends its processes at once, and does not know which process died."""
-        until = time.monotonic() + _SILENT + 2 * BEAT
-        while time.monotonic() < until:
-            if silent := self._silent(_SILENT):
-                return silent
-            others = {said["ended"] for rank, said in self._said.items() if rank != self.rank}
-            if others <= {INTERRUPTED}:
-                return None  # like this one
-            if None not in others:
-                break
-            time.sleep(0.1)
-        return self._failure
+        self._watch.check()
 
     def stop(self) -> None:
         """See `Nodes`."""
         self._stopped = True
 
-    def ending(self, error: str) -> None:
+    def ending(self, why: str) -> str | None:
         """See `Nodes`."""
-        self._ended = self._ended or error
         self._ending = True
+        self._watch.end(why)
+        return self._watch.failure
 
-    def leave(self, error: str | None = None) -> None:
+    def leave(self) -> None:
         """See `Nodes`."""
-        self._ended = self._ended or error or ""
-        if self._ended and self.rank == 0:
-            time.sleep(3 * BEAT)  # torchrun's store goes when it ends node 0, and the others are to learn why
-        self._left.set()
-        try:
-            self._own_store.set(f"alive/{self.rank}", self._sign())
-        except RuntimeError:
-            return  # nobody is left to hear it
-        if not self._ended:
+        if not self._ending:
+            self._watch.end("")
             dist.destroy_process_group()
+        self._watch.leave()
 
     def _together(self, what: str, device: torch.device, operations: Iterable[Any]) -> None:
         """Begin operations of torch.distributed, one after the other, and wait for all; on GPUs the stream waits."""
-        wait = self._begin(what, self._limit)
-        try:
+        with self._waiting(what, self._limit) as wait:
             for work in list(operations):
-                # NCCL's are ready once they are queued; `_watch` looks whether the device comes to their end.
+                # NCCL's are ready once they are queued; `_overdue` looks whether the device comes to their end.
                 ready = threading.Event()
                 work.get_future().add_done_callback(lambda _, ready=ready: ready.set())
                 while not ready.wait(0.1):
                     self._still_wanted()
                 work.wait()
             mark = devices.mark(device)
-            wait.over = _yes if mark is None else mark.query
-        except RuntimeError as error:
-            if isinstance(error, NodeError):
-                raise
-            self._lost(wait, error)
+            if mark is not None:
+                wait.on_device = mark.query
 
-    def _begin(self, what: str, limit: float | None) -> _Wait:
+    @contextmanager
+    def _waiting(self, what: str, limit: float | None) -> Iterator[_Wait]:
+        """Inside, this thread waits for all nodes; an error of torch.distributed or its store becomes one that names a node."""
         self._waits += 1
-        self._wait = _Wait(self._waits, what, limit)
-        return self._wait
+        self._wait = wait = _Wait(self._waits, what, limit)
+        try:
+            yield wait
+        except NodeError:
+            raise
+        except RuntimeError as error:
+            self._lost(wait, error)
+        if not wait.on_device:
+            self._wait = None
 
     def _still_wanted(self) -> None:
         if self._stopped:
             raise Stopped
         self.check()
 
-    def _lost(self, wait: _Wait, error: RuntimeError) -> None:
-        """Raise for a connection that broke: it does not say whose, the signs of life do in a moment."""
+    def _lost(self, wait: _Wait, error: RuntimeError) -> NoReturn:
+        """Raise for a connection that broke: it does not say whose, the watch does in a moment."""
         until = time.monotonic() + self._silence + 5 * BEAT
         while time.monotonic() < until:
+            self._watch.look_again()
             self._still_wanted()
             time.sleep(0.1)
-        raise NodeError(
-            f"{wait.what} could not be exchanged, though all nodes say that they are alive: {error}"
-        ) from error
+        raise NodeError(f"{wait.what} could not be exchanged, though all nodes answer: {_first_line(error)}") from error
 
-    def _sign(self) -> str:
-        self._beats += 1
+    def _sign(self) -> dict[str, Any]:
         lock = fx_trace_lock.statistics()
         compiles = f"; thread {lock.owner!r} is {lock.doing}, for {lock.held_seconds:.0f} s" if lock.locked else ""
-        return json.dumps(
-            {
-                "beat": self._beats,
-                "who": f"{socket.gethostname()}, process {os.getpid()}",
-                "doing": self.doing() + compiles,
-                "waits": self._waits,
-                "ended": self._ended,
-                "numbers": self.numbers(),
-            }
-        )
+        return {"doing": self.doing() + compiles, "waits": self._waits, "numbers": self.numbers()}
 
-    def _watch(self) -> None:
-        """Be the thread of signs of life: give one every second, look for those of the others, and end this node if one is missing."""
-        while not self._left.wait(BEAT):
-            self._asking = time.monotonic()
-            try:
-                self._own_store.set(f"alive/{self.rank}", self._sign())
-                said = self._own_store.multi_get([f"alive/{rank}" for rank in range(self.count)])
-                self._asking = None
-                self._look([json.loads(each) for each in said])
-            except dist.DistError as error:
-                silent = self._silent(_SILENT) or "node 0's machine or its torchrun has ended"
-                self._fail(
-                    f"{silent}; torchrun's store, which is there, does not answer ({str(error).splitlines()[0]})"
-                )
-            except Exception as error:  # nobody would notice the end of this thread
-                self._fail(f"node {self.rank} cannot watch the others: {error!r}")
-            if self._failure and not self._ending and time.monotonic() - self._failed > GRACE:
-                print(f"{self.prefix}stopped: {self._failure}", file=sys.stderr, flush=True)
-                os._exit(1)
-
-    def _look(self, said: list[dict[str, Any]]) -> None:
-        now = time.monotonic()
-        # This process itself may have been stopped for a while, and the others were not silent.
-        heard_nobody = now - self._looked > 5 * BEAT
-        self._looked = now
-        for rank, sign in enumerate(said):
-            if heard_nobody or self._said.get(rank, {}).get("beat") != sign["beat"]:
-                self._heard[rank] = now
-            self._said[rank] = sign
-        if self._ending:
-            return
-        silence, interrupted = self._silence, None
-        for rank, sign in enumerate(said):
-            if rank == self.rank or not sign["ended"]:
-                continue
-            ended = f"node {rank} ({sign['who']}) has ended: {sign['ended']}"
-            if sign["ended"] != INTERRUPTED:
-                self._fail(ended)
-            else:
-                # By torchrun, it may be, because another node has died, which shows in a moment.
-                silence = _SILENT
-                if now - self._interrupted.setdefault(rank, now) > _SILENT + 2 * BEAT:
-                    interrupted = ended
-        if found := self._silent(silence) or interrupted:
-            self._fail(found)
+    def _overdue(self) -> str | None:
+        """Say for what this node has waited too long, if it has."""
         wait = self._wait
-        if wait and wait.limit is not None and now - wait.since > wait.limit and not wait.over():
-            self._fail(self._too_long(wait, [rank for rank, sign in enumerate(said) if sign["waits"] < wait.number]))
-
-    def _silent(self, seconds: float) -> str | None:
-        """Say which nodes had not been heard of for so long when the store last answered, though they have not ended."""
-        silent = {
-            rank: self._looked - self._heard[rank]
-            for rank, sign in self._said.items()
-            if rank != self.rank and sign["ended"] is None and self._looked - self._heard[rank] > seconds
-        }
-        said = [
-            f"node {rank} ({self._said[rank]['who']}) has not been heard of for {since:.0f} s, it was killed or is cut off; the last it said "
-            f"was: {self._said[rank]['doing']}"
-            for rank, since in silent.items()
-        ]
-        return "; ".join(said) or None
+        if not wait or wait.limit is None or time.monotonic() - wait.since < wait.limit:
+            return None
+        if wait.on_device and wait.on_device():
+            return None
+        return self._too_long(wait, [rank for rank, said in self._watch.said.items() if said["waits"] < wait.number])
 
     def _too_long(self, wait: _Wait, missing: Sequence[int]) -> str:
-        unknown = {"who": "never heard of", "doing": "starts"}
-        signs = {rank: self._said.get(rank, unknown) for rank in missing if rank != self.rank}
-        at = "; ".join(f"node {rank} ({sign['who']}), which {sign['doing']}" for rank, sign in signs.items())
+        signs = {
+            self._watch.names[rank]: self._watch.said.get(rank, {"doing": "starts"})
+            for rank in missing
+            if rank != self.rank
+        }
+        at = "; ".join(f"{name}, which {said['doing']}" for name, said in signs.items())
         why = f"without {at}" if at else "though all have come to it, so that the network may be to blame"
         return (
             f"thread {wait.thread!r} of node {self.rank} has waited {time.monotonic() - wait.since:.0f} s for {wait.what}, {why}; "
             f"if it can take that long, raise collective_timeout ({self._limit:g} s)"
         )
 
-    def _fail(self, text: str) -> None:
-        if self._failure is None:
-            self._failed = time.monotonic()
-            self._failure = text
-            self._ended = self._ended or text
 
-
-def _meet(store: Store, rank: int, count: int, limit: float) -> str:
-    """Return a name that the processes which run now, and no others, have for their keys in the store.
-
-    torchrun keeps the store when it starts processes again, with all keys of those before, and its restart counts differ between
-    machines. So each process makes up a name of its own, node 0 says which ones it has seen, and all agree to that.
-    """
-    own, since = uuid.uuid4().hex, time.monotonic()
-    here, agreed = ([f"{what}/{each}" for each in range(count)] for what in ("here", "agreed"))
-    store.set(here[rank], own)
-    name = ""
-    while time.monotonic() - since < limit:
-        if rank == 0 and store.check(here):
-            store.set("session", b"/".join(store.multi_get(here)).decode())
-        if store.check(["session"]):
-            session = store.get("session").decode()
-            if session.split("/")[rank] == own:
-                name = hashlib.sha256(session.encode()).hexdigest()
-                store.set(agreed[rank], name)
-                if all(store.check([key]) and store.get(key).decode() == name for key in agreed):
-                    return name
-        time.sleep(0.05)
-    missing = [str(each) for each, key in enumerate(here) if not store.check([key])] or [
-        str(each)
-        for each, key in enumerate(agreed)
-        if name and not (store.check([key]) and store.get(key).decode() == name)
-    ]
-    raise NodeError(
-        f"node {rank} has waited {limit:g} s for all {count} nodes to start, without node {' and '.join(missing or ['0'])}: it was killed, or "
-        "starts slowly, for which node_timeout can be raised"
-    )
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

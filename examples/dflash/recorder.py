@@ -77,7 +77,7 @@ class Recorder:
         now = {"step": training.step, "seconds": round(self._seconds(), 2)}
         threads = {name: _rates(thread) for name, thread in training.monitor.threads.items()}
         self._write("threads", **now, **threads)
-        if training.nodes.rank == 0 and training.nodes.count > 1:
+        if training.nodes.writes and training.nodes.count > 1:
             numbers = of_all or [training.numbers(), *training.nodes.others().values()]
             rate = sum(each.get("tokens_per_second", 0.0) for each in numbers)
             by_node = {f"node-{rank}": each for rank, each in enumerate(numbers)}

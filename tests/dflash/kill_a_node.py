@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch ha
 from checkpoints import MODEL, OPTIMIZER, by_step
 from run_folder import CHECKPOINTS, SUMMARY
 from tests.dflash.conftest import write_tiny_target
-from tests.dflash.kill_and_resume import OPTIONS_GIVEN, results
+from tests.dflash.kill_and_resume import OPTIONS_GIVEN, results, step_lines
 
 WITHIN = 60.0
 """Seconds that the others may take to end."""
@@ -80,8 +81,9 @@ class Job:
             time.sleep(0.1)
         return self.over()
 
-    def said(self) -> str:
-        return "".join(output.read_text(errors="replace") for output in self.outputs)
+    def said(self) -> list[str]:
+        """Return what each torchrun and its processes have said so far."""
+        return [output.read_text(errors="replace") for output in self.outputs]
 
 
 def steps_saved(folder: Path) -> list[int]:
@@ -91,6 +93,23 @@ def steps_saved(folder: Path) -> list[int]:
             with safe_open(path / name, framework="pt") as file:
                 assert file.metadata()["step"] == str(step)
     return [step for step, _ in by_step(folder / CHECKPOINTS)]
+
+
+def errors(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "stopped: " in line]
+
+
+def blamed(error: str) -> set[int]:
+    """Return the nodes that an error says have died."""
+    found = re.findall(
+        r"node (\d+) \(\S+, process \d+\) has died|without node (\d+):|node (\d+) has ended before all had met", error
+    )
+    return {int(number) for numbers in found for number in numbers if number}
+
+
+def made(folder: Path) -> int:
+    """Return how many steps node 0 has reported."""
+    return max((line["step"] + 1 for line in step_lines(folder)), default=0)
 
 
 def complete(folder: Path) -> bool:
@@ -133,7 +152,7 @@ def main(arguments: list[str]) -> None:
         reference = start(place / "reference")
         workers_of(reference)
         since = time.monotonic()
-        assert reference.wait(600), reference.said()
+        assert reference.wait(600), "".join(reference.said())
         whole = time.monotonic() - since
         expected = results(place / "reference", given.steps)
         say(f"a run of {given.nodes} nodes takes {whole:.0f} s")
@@ -144,48 +163,64 @@ def main(arguments: list[str]) -> None:
             enough = given.kills if restarts else given.kills // 2
             runs += 1
             job = start(folder, restarts)
+            before = [0] * given.nodes  # characters that each has said before the last kill
+            steps = None  # made before it
             while True:
                 workers_of(job)
-                if kills == enough or job.wait(rng.uniform(0, whole)):
-                    assert job.wait(600), job.said()
+                since = time.monotonic()
+                over = job.wait(600 if kills == enough else rng.uniform(0, whole))
+                after = "".join(text[start:] for text, start in zip(job.said(), before, strict=True))
+                if steps is not None:
+                    begun = re.findall(r"(?:resumes|begins) at step (\d+)", after)
+                    lost = (
+                        f"went on at step {begun[-1]}, {steps - int(begun[-1])} lost"
+                        if begun
+                        else "did not come to go on"
+                    )
+                    say(f"    {lost}")
+                if over or kills == enough:
+                    assert over, after
                     break
-                before = steps_saved(folder)
+                saved = steps_saved(folder)
                 if (workers := workers_of(job)) is None:
                     continue
                 where = rng.randrange(given.nodes)
                 rank = job.rank(workers[where])
+                before = [len(text) for text in job.said()]
                 os.kill(workers[where], signal.SIGKILL)
-                kills += 1
-                since = time.monotonic()
+                moment, since = time.monotonic() - since, time.monotonic()
                 others = [worker for number, worker in enumerate(workers) if number != where]
                 while any(Path(f"/proc/{worker}").exists() for worker in others):
-                    assert time.monotonic() - since <= WITHIN, job.said()
+                    assert time.monotonic() - since <= WITHIN, "".join(job.said())
                     time.sleep(0.1)
                 if complete(folder):  # nobody had to miss it any more
-                    kills -= 1
                     job.wait(WITHIN)
                     break
-                took = time.monotonic() - since
+                kills += 1
+                took, steps = time.monotonic() - since, made(folder)
                 slowest = max(slowest, took)
-                saved = steps_saved(folder)
-                assert max(saved, default=0) >= max(before, default=0)
+                assert max(steps_saved(folder), default=0) >= max(saved, default=0)
+                said = [text[start:] for text, start in zip(job.said(), before, strict=True)]
+                first = [errors(text) for number, text in enumerate(said) if number != where]
                 say(
-                    f"kill {kills} in run {runs}, node {rank}: the others ended {took:.1f} s later, saved {saved}, restarts {restarts}"
+                    f"kill {kills} in run {runs}, restarts {restarts}: node {rank}, {moment:.1f} s after its start, after step {steps}; "
+                    f"the others ended {took:.1f} s later, saved {steps_saved(folder)}"
                 )
+                for lines in first:
+                    say(f"    {lines[0] if lines else 'no error: torchrun ended it while it was starting'}")
+                # A torchrun that starts all again may end a process which does not listen yet.
+                assert all(lines or restarts for lines in first), "".join(said)
+                assert all(blamed(line) == {rank} for lines in first for line in lines), "".join(said)
                 if restarts == 0:
-                    assert job.wait(WITHIN), job.said()
-                    for each, output in enumerate(job.outputs):
-                        lines = [line for line in output.read_text().splitlines() if "stopped: " in line]
-                        names = [f"node {rank} (", f"without node {rank}:", f"node {rank}'s machine or its torchrun"]
-                        named = any(name in line for line in lines for name in names)
-                        assert each == where or named, output.read_text()
+                    assert job.wait(WITHIN), "".join(said)
                     job = start(folder, restarts)
+                    before = [0] * given.nodes
             got = results(folder, given.steps)
             different: list[Any] = [what for what in expected if got[what] != expected[what]]
             assert not different, (
                 f"{', '.join(different)} of {folder.name} differ from those of a run that was not killed"
             )
-            assert "cannot be read" not in job.said()
+            assert "cannot be read" not in "".join(job.said())
     say(f"{kills} kills in {runs} runs: the others ended within {slowest:.1f} s; equal in every bit")
 
 

@@ -34,8 +34,8 @@ def wait_for(name: str) -> None:
 
 
 def slow(module: Any, inputs: list[torch.Tensor]) -> Any:
-    """Compile once another node waits for this one's gradients."""
-    if FAULTS.get("compiles_when_others_wait") == RANK:
+    """Compile for training once another node waits for this one's gradients: an evaluation before it keeps the others from training."""
+    if FAULTS.get("compiles_when_others_wait") == RANK and trainings:
         wait_for("waits")
     if FAULTS.get("compiles_forever") == RANK:
         threading.Event().wait()

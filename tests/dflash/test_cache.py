@@ -19,8 +19,10 @@ import cache
 import demo
 import train
 from checkpoints import Checkpoints, Snapshot
+from command import command_line
 from config import Config, ConfigError
 from pipeline import WorkerError
+from prepare import prepare
 from target import Features, Target
 from tests.dflash.small import SMALL, TEXT
 from work import Work, fill, make_work
@@ -227,8 +229,8 @@ def test_the_program_makes_a_cache_and_says_how_to_use_it(
     assert "taps is [0, 2] there and [0, 3] here" in capsys.readouterr().err
     assert demo.main([*given, "--cache", "absent"]) == 2
     assert "--make-cache absent" in capsys.readouterr().err
-    command = demo.command_line([*given, "--cache", "features"])
-    prepared = demo.prepare(command.config, command.run)
+    command = command_line([*given, "--cache", "features"])
+    prepared = prepare(command.config, command.run)
     assert prepared.cache is not None
     assert prepared.cache.works == 2
     assert prepared.checkpoints._contract["cache"] == {"works": 2, "seed": 0, "drafters": 1}

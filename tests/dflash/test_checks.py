@@ -16,28 +16,22 @@ pytest.importorskip("matplotlib", reason="the example's plots")
 
 import demo
 import evaluate
+import results
 from config import Config
 from evaluate import Reference
-from nodes import ALONE
-from run_folder import RunFolder
 from speculative import NGramProposer, greedy
 from target import Target
 
 COMPILES = "the threads compiled another number of graphs than one thread does"
 
 
-def run(config: Config, **parts: dict[str, Any]) -> demo.Run:
-    """Return a run that has come to its checks, and passes them all but for what ``parts`` of its summary say."""
-    made = object.__new__(demo.Run)
-    made.config, made._cache, made.nodes = config, None, ALONE
-    made._train_on = torch.zeros(0)
-    measured = [{"references": 2, "identical": 2, "largest_regret": 0.0} | parts.get("on the way", {})]
-    made.folder = cast(RunFolder, SimpleNamespace(metrics={"evaluation": measured}.get))
+def summary(**parts: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run that passes all checks has found, but for ``parts``."""
     drafter = {"references": 2, "identical": 2, "largest_regret": 0.0}
     drafters = {
         name: drafter | {"tau_not_looping": tau} for name, tau in (("untrained", 1), ("n-gram", 2), ("trained", 4))
     }
-    made.summary = {
+    return {
         "training": {
             "loss_first_tenth": 5.0,
             "loss_last_tenth": 1.0,
@@ -49,16 +43,16 @@ def run(config: Config, **parts: dict[str, Any]) -> demo.Run:
         "graphs": {"compiled_by_all_threads": 3, "compiled_by_one_thread": 3} | parts.get("graphs", {}),
         "evaluation": {"references": 2, "valid": True, "drafters": drafters | parts.get("drafters", {})},
     }
-    return made
 
 
-def failures(made: demo.Run) -> list[str]:
-    return [failure for failure, passed in made._checks().items() if not passed]
+def failures(config: Config, **parts: dict[str, Any]) -> list[str]:
+    measured = [{"references": 2, "identical": 2, "largest_regret": 0.0} | parts.get("on the way", {})]
+    return results.failed_checks(config, summary(**parts), measured)
 
 
 @pytest.mark.parametrize(("alone", "failed"), [(3, []), (4, [COMPILES]), (0, [COMPILES]), (None, [])])
 def test_graphs_are_compared_with_those_of_one_thread_if_there_are_any(alone: int | None, failed: list[str]) -> None:
-    assert failures(run(Config(), graphs={"compiled_by_one_thread": alone})) == failed
+    assert failures(Config(), graphs={"compiled_by_one_thread": alone}) == failed
 
 
 @pytest.mark.parametrize(
@@ -73,7 +67,7 @@ def test_graphs_are_compared_with_those_of_one_thread_if_there_are_any(alone: in
 def test_the_loss_falls_or_where_it_need_not_the_expected_acceptance_length_rises(
     weights: Any, training: dict[str, Any], failed: list[str]
 ) -> None:
-    assert failures(run(Config(position_weights=weights), training=training)) == failed
+    assert failures(Config(position_weights=weights), training=training) == failed
 
 
 @pytest.mark.parametrize(
@@ -91,7 +85,9 @@ def test_graphs_are_counted_alone_only_where_all_threads_are_on_one_device(
     monkeypatch.setattr(Config, "devices", lambda self: [torch.device(name) for name in devices])
     monkeypatch.setattr("train.compiles_of_one_thread", lambda *given: 3)
     training, target = cast("Any", SimpleNamespace(losses=losses)), cast("Any", None)
-    assert run(Config())._compiled_by_one_thread(training, target) == expected
+    made = object.__new__(demo.Run)
+    made.config, made._cache, made._train_on = Config(), None, torch.zeros(0)
+    assert made._compiled_by_one_thread(training, target) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,8 +107,8 @@ def test_a_target_in_bfloat16_may_decide_near_ties_otherwise_and_nothing_else(
 ) -> None:
     drafter = {"references": 2, "identical": identical, "largest_regret": regret, "tau_not_looping": 4}
     config = Config(target_dtype=dtype)
-    for made in (run(config, drafters={"trained": drafter}), run(config, **{"on the way": drafter})):
-        assert failures(made) == ([] if passes else ["output differs from the target's own"])
+    for measured in ({"drafters": {"trained": drafter}}, {"on the way": drafter}):
+        assert failures(config, **measured) == ([] if passes else ["output differs from the target's own"])
 
 
 def test_the_regret_of_each_response_is_measured(tiny_target: Path) -> None:
@@ -130,19 +126,14 @@ def test_the_regret_of_each_response_is_measured(tiny_target: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_speed_up_is_printed_and_in_bfloat16_how_far_tokens_are_from_the_likeliest(
-    capsys: pytest.CaptureFixture[str], dtype: Any
-) -> None:
+def test_the_speed_up_is_shown_and_in_bfloat16_how_far_tokens_are_from_the_likeliest(dtype: Any) -> None:
     passes = {"tau": 2.0, "target_forwards": 9, "drafter_forwards": 8, "speed_up": 1.75}
     regrets = {"tokens": 500, "not_likeliest": 3, "largest_regret": 0.25, "largest_regret_in_last_places": 2.0}
-    made = run(Config(target_dtype=dtype), drafters={})
-    evaluation = made.summary["evaluation"] | {"not_looping": 1, "target_alone": regrets | {"not_likeliest": 1}}
-    evaluation["drafters"] = {
-        name: drafter | passes | regrets for name, drafter in made.summary["evaluation"]["drafters"].items()
-    }
-    made.summary |= {"evaluation": evaluation, "seconds": {}}
-    made._print_results()
-    out = capsys.readouterr().out
+    found = summary() | {"seconds": {}}
+    found["evaluation"] |= {"not_looping": 1, "target_alone": regrets | {"not_likeliest": 1}}
+    for drafter in found["evaluation"]["drafters"].values():
+        drafter.update(passes | regrets)
+    out = "".join(f"{line}\n" for line in results.shown(Config(target_dtype=dtype), found))
     assert out.count(" 1.75\n") == 3
     far = "at most 0.25 below, or 2 units in the last place"
     assert out.count(f"3 of 500, {far}") == (3 if dtype == "bfloat16" else 0)

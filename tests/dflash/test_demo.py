@@ -13,6 +13,8 @@ pytest.importorskip("matplotlib", reason="the example's plots")
 
 import demo
 from checkpoints import Snapshot, by_step
+from command import command_line
+from prepare import prepare
 from tests.dflash.conftest import EXAMPLE
 from tests.helpers.subprocess_run import run_forked
 
@@ -252,7 +254,7 @@ def test_a_restart_that_fails_before_it_trains_deletes_nothing(
 ) -> None:
     run = tmp_path / "run"
     given = arguments(tiny_target, text, run)
-    prepared = demo.prepare(demo.command_line(given).config, run)
+    prepared = prepare(command_line(given).config, run)
     prepared.checkpoints.save(Snapshot(3, {}, {}), 0.0)
     before = '{"kind": "step", "step": 0, "loss": 5.0}\n'
     (run / "metrics.jsonl").write_text(before)

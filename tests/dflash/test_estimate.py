@@ -18,6 +18,7 @@ import attention
 import demo
 import estimate
 import optimizer
+from command import command_line
 from config import Config, ConfigError
 from drafter import Drafter, DrafterShape
 from target import Target, read_config, shape_of
@@ -46,7 +47,7 @@ EIGHT = LARGE | {
 
 def estimated(folder: Path, model: dict[str, Any], *arguments: str) -> estimate.Estimate:
     (folder / "config.json").write_text(json.dumps(model))
-    command = demo.command_line([*arguments, "--target", str(folder), "--dry-run"])
+    command = command_line([*arguments, "--target", str(folder), "--dry-run"])
     assert command.estimate_for is not None
     return estimate.estimate(command.config, rate=command.estimate_for)
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 import demo
 import train
 from interrupt import Interrupted
+from prepare import load_targets
 from replica import Replica
 from run_folder import RunFolder
 from tests.dflash.conftest import EXAMPLE
@@ -96,7 +97,7 @@ def test_an_interrupted_run_whose_state_cannot_be_saved_does_not_say_that_it_was
 ) -> None:
     def interrupted(self: demo.Run) -> list[str]:
         self.training = train.Training(
-            self.config, self._train_on, demo._targets(self.config, self.taps, self.language, 5)
+            self.config, self._train_on, load_targets(self.config, self.taps, self.language, 5)
         )
         raise Interrupted(2)
 

@@ -20,8 +20,10 @@ import demo
 import metrics
 import train
 from checkpoints import Snapshot, by_step
+from command import command_line
 from config import Config, ConfigError
 from metrics import MetricsError, TensorBoard, scalars
+from prepare import prepare
 from run_folder import RunFolder
 from tests.dflash.test_demo import arguments
 
@@ -260,7 +262,7 @@ def test_a_sink_that_fails_ends_the_run_with_its_error(
 ) -> None:
     run = tmp_path / "run"
     given = [*arguments(tiny_target, text, run), "--metrics", own]
-    demo.prepare(demo.command_line(given).config, run).checkpoints.save(Snapshot(3, {}, {}), 0.0)
+    prepare(command_line(given).config, run).checkpoints.save(Snapshot(3, {}, {}), 0.0)
     monkeypatch.setattr(Recorder, "fails_at", fails_at)
     if fails_at == "close":
         monkeypatch.setattr(demo.Run, "complete", lambda self: self.folder.open_sinks(0) or [])

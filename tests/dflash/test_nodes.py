@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,14 +25,15 @@ pytest.importorskip("transformers", reason="the example's target is a transforme
 pytest.importorskip("rich", reason="the example's display")
 pytest.importorskip("matplotlib", reason="the example's plots")
 
-import demo
 import nodes
 from checkpoints import MODEL, OPTIMIZER, by_step
 from config import Config, ConfigError
-from nodes import Connected, NodeError
+from nodes import Connected
+from prepare import prepare
 from run_folder import CHECKPOINTS, METRICS, METRICS_OF_NODE, SUMMARY
 from safecompile import fx_trace_lock
 from tests.dflash.conftest import EXAMPLE
+from watch import NodeError
 
 pytestmark = pytest.mark.hang_timeout(1200)  # several runs of several processes each, on whatever cores are left
 
@@ -48,8 +49,9 @@ OPTIONS = (
 
 
 class Ended(NamedTuple):
-    """Processes that torchrun has started, when all are over."""
+    """Processes that torchrun has started, when all are over: their run folder, what they left in another, and what they said."""
 
+    folder: Path
     out: Path
     output: str
 
@@ -65,15 +67,14 @@ def bits(path: Path) -> dict[str, bytes]:
 Start = Callable[..., Ended]
 
 
-@pytest.fixture
-def start(tiny_target: Path, text: Path, tmp_path: Path) -> Start:
+@pytest.fixture(scope="module")
+def start(tiny_target: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Return a function that runs the demo on several nodes of ``drafters`` threads each, and waits for the end of all."""
 
     def run(
         nodes: int, drafters: int, folder: Path, *options: str, agents: bool = False, restarts: int = 0, **faults: Any
     ) -> Ended:
-        out = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
-        out.mkdir()
+        out = tmp_path_factory.mktemp("out")
         given = [*OPTIONS, "--target", f"{tiny_target}", "--text", f"{text}", "--drafters", f"{drafters}"]
         program = [f"{ROOT}/tests/dflash/node.py", f"{out}", json.dumps(faults), *given, "--run", f"{folder}", *options]
         launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", f"{restarts}"]
@@ -108,7 +109,34 @@ def start(tiny_target: Path, text: Path, tmp_path: Path) -> Start:
             for process in begun:
                 process.terminate()  # torchrun ends its processes
                 process.wait()
-        return Ended(out, (out / "output").read_text())
+        return Ended(folder, out, (out / "output").read_text())
+
+    return run
+
+
+Whole = Callable[[int, int], Ended]
+
+
+@pytest.fixture(scope="module")
+def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Return a function that makes a run which nothing stops, once for each number of nodes and of drafters on each."""
+
+    @cache
+    def run(nodes: int, drafters: int) -> Ended:
+        ended = start(nodes, drafters, tmp_path_factory.mktemp("whole") / "run")
+        assert status(ended.folder) == "complete", ended.output
+        return ended
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def interrupted(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Ended]:
+    """Return a function that makes a run which ends because one of two nodes is interrupted in its fifth step, once for each of them."""
+
+    @cache
+    def run(ended_by: int) -> Ended:
+        return start(2, 2, tmp_path_factory.mktemp("interrupted") / "run", agents=True, terminate=[ended_by, 5])
 
     return run
 
@@ -136,31 +164,33 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(float((pair[0][name] - pair[1][name]).abs().max()) for name in pair[0])
 
 
+def exact(ended: Ended, whole: Ended) -> None:
+    """Make sure that a run which was stopped and went on ends like one that nothing stopped."""
+    assert status(ended.folder) == "complete", ended.output
+    assert last(ended.folder) == last(whole.folder)
+    assert steps(ended.folder) == steps(whole.folder)
+
+
 @pytest.mark.nodes
 @pytest.mark.parametrize("count", [2, 3])
 def test_all_nodes_have_the_bits_of_one_another_and_nearly_those_of_one_process_with_all_replicas(
-    start: Start, tmp_path: Path, count: int
+    whole: Whole, count: int
 ) -> None:
-    ended = start(count, 2, tmp_path / "several")
-    assert status(tmp_path / "several") == "complete", ended.output
-    weights = ended.weights()
+    several, alone = whole(count, 2), whole(1, 2 * count)
+    weights = several.weights()
     assert len(weights) == 2 * count
     assert all(each == weights[0] for each in weights)
-
-    alone = start(1, 2 * count, tmp_path / "alone")
-    assert status(tmp_path / "alone") == "complete", alone.output
     # Gradients are added up in another order; a step moves a weight by up to 4e-2.
-    assert largest_difference(tmp_path / "several", tmp_path / "alone") < 1e-4
-    summary = json.loads((tmp_path / "several" / SUMMARY).read_text())
+    assert largest_difference(several.folder, alone.folder) < 1e-4
+    summary = json.loads((several.folder / SUMMARY).read_text())
     assert [node["graphs"] for node in summary["nodes"]] == [3] * count
     assert summary["graphs"] == {"compiled_by_all_threads": 3, "compiled_by_one_thread": 3}
 
 
 @pytest.mark.nodes
-def test_nodes_that_learn_from_the_same_or_do_not_average_are_seen(start: Start, tmp_path: Path) -> None:
-    start(1, 2, tmp_path / "alone")
+def test_nodes_that_learn_from_the_same_or_do_not_average_are_seen(start: Start, whole: Whole, tmp_path: Path) -> None:
     start(2, 1, tmp_path / "same", no_offset=True)
-    assert largest_difference(tmp_path / "same", tmp_path / "alone") > 1e-2
+    assert largest_difference(tmp_path / "same", whole(1, 2).folder) > 1e-2
     ended = start(2, 1, tmp_path / "apart", no_mean=True)
     assert "weights after step 3 are not the same on nodes 0 and 1" in ended.output
     assert not (tmp_path / "apart" / CHECKPOINTS).exists()
@@ -171,58 +201,57 @@ def test_nodes_that_learn_from_the_same_or_do_not_average_are_seen(start: Start,
 
 @pytest.mark.nodes
 @pytest.mark.parametrize("ended_by", [0, 1])
-def test_a_resume_is_exact_with_as_many_nodes_and_refused_with_others(
-    start: Start, tmp_path: Path, ended_by: int
+def test_a_resume_is_exact_with_as_many_nodes(
+    start: Start, whole: Whole, interrupted: Callable[[int], Ended], tmp_path: Path, ended_by: int
 ) -> None:
     """Whether node 0 is interrupted, which saves at that step, or another one, whose end node 0 hears of."""
-    start(2, 2, tmp_path / "whole")
-    folder = tmp_path / "run"
-    first = start(2, 2, folder, agents=True, terminate=[ended_by, 5])
+    first = interrupted(ended_by)
     assert f"node {ended_by}: interrupted" in first.output
-    assert f"node {1 - ended_by}: stopped: " in first.output
-    assert "has ended: it was interrupted" in first.output
-    assert status(folder) != "complete"
-    saved = [step for step, _ in by_step(folder / CHECKPOINTS)]
-    assert 3 <= saved[-1] < STEPS
+    said = [line for line in first.output.splitlines() if line.startswith(f"node {1 - ended_by}: stopped: ")]
+    assert len(said) == 1, first.output
+    assert re.findall(r"node (\d) \(\S+, process \d+\) has ended: it was interrupted$", said[0]) == [f"{ended_by}"]
+    assert status(first.folder) != "complete"
 
-    refused = start(3, 2, folder, "--resume")
-    assert "nodes are 2 there and 3 here" in refused.output
-    assert [step for step, _ in by_step(folder / CHECKPOINTS)] == saved
-
-    forgot = start(2, 2, folder, "--resume", forgets_optimizer=1)
-    assert "are not the same on nodes 0 and 1" in forgot.output
-
-    resumed = start(2, 2, folder, "--resume")
-    assert status(folder) == "complete", resumed.output
-    assert last(folder) == last(tmp_path / "whole")
-    assert steps(folder) == steps(tmp_path / "whole")
+    folder = shutil.copytree(first.folder, tmp_path / "run")
+    exact(start(2, 2, folder, "--resume"), whole(2, 2))
     # Node 1 may have been ended before it reported a step that node 0 has saved.
-    mine, there = ({line["step"]: line for line in steps(f, 1)} for f in (folder, tmp_path / "whole"))
+    mine, there = ({line["step"]: line for line in steps(f, 1)} for f in (folder, whole(2, 2).folder))
     assert len(steps(folder, 1)) == len(mine) >= STEPS - 1
     assert mine.items() <= there.items()
     assert mine[0] != steps(folder)[0]
 
 
 @pytest.mark.nodes
+def test_a_resume_that_would_not_be_exact_is_refused_or_seen(
+    start: Start, interrupted: Callable[[int], Ended], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(interrupted(1).folder, tmp_path / "run")
+    saved = [step for step, _ in by_step(folder / CHECKPOINTS)]
+    assert 3 <= saved[-1] < STEPS
+    refused = start(3, 2, folder, "--resume")
+    assert "nodes are 2 there and 3 here" in refused.output
+    forgot = start(2, 2, folder, "--resume", forgets_optimizer=1)
+    assert "are not the same on nodes 0 and 1" in forgot.output
+    assert [step for step, _ in by_step(folder / CHECKPOINTS)] == saved
+
+
+@pytest.mark.nodes
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_others_end_and_say_which_node_was_killed_and_torchrun_goes_on_from_the_last_checkpoint(
-    start: Start, tmp_path: Path, killed: int
+    start: Start, whole: Whole, tmp_path: Path, killed: int
 ) -> None:
-    start(3, 1, tmp_path / "whole")
-    folder = tmp_path / "run"
-    ended = start(3, 1, folder, agents=True, kill=[killed, 5])
+    ended = start(3, 1, tmp_path / "run", agents=True, kill=[killed, 5])
     for node in {0, 1, 2} - {killed}:
         said = [line for line in ended.output.splitlines() if line.startswith(f"node {node}: stopped: ")]
         assert len(said) == 1, ended.output
-        assert f"node {killed} (" in said[0]
-        assert "has not been heard of" in said[0]
-    assert by_step(folder / CHECKPOINTS)
+        died = r"node (\d) \(\S+, process \d+\) has died: its process was killed or crashed; the last it said was: "
+        assert re.findall(died, said[0]) == [f"{killed}"]
+    assert by_step(tmp_path / "run" / CHECKPOINTS)
 
     again = start(3, 1, tmp_path / "again", "--resume", restarts=2, kill=[killed, 5])
     # torchrun interrupts node 0, which then saves all its steps, unless that is the one that was killed.
     assert re.search(r"resumes at step [3-6] of 8", again.output), again.output
-    assert status(tmp_path / "again") == "complete", again.output
-    assert last(tmp_path / "again") == last(tmp_path / "whole")
+    exact(again, whole(3, 1))
 
 
 @pytest.mark.nodes
@@ -266,13 +295,13 @@ def test_what_one_node_refuses_ends_all_before_any_work(
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connected]:
-    """Return a node of one, in this process, that gives no signs of life."""
+    """Return a node of one, in this process."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = HashStore()
-    made = Connected(lambda: store, 0, 1, 0, Config(), "gloo")
-    made._left.set()
+    made = Connected(lambda: store, lambda: "127.0.0.1", 0, 1, 0, Config(), "gloo")
+    made.meet()
     yield made
-    torch.distributed.destroy_process_group()
+    made.leave()
 
 
 def test_no_gradient_is_exchanged_inside_a_compile(alone: Connected) -> None:
@@ -283,119 +312,33 @@ def test_no_gradient_is_exchanged_inside_a_compile(alone: Connected) -> None:
     assert torch.equal(tensor, torch.ones(3))
 
 
-def sign(beat: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "beat": beat,
-        "who": "there, process 7",
-        "doing": "trains",
-        "waits": 0,
-        "ended": None,
-        "numbers": {},
-        **changes,
-    }
+def test_a_wait_names_the_nodes_that_have_not_come_to_it(alone: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(alone, "_waits", 0)
+    alone._watch.names |= {rank: f"node {rank} (there, process 7)" for rank in (1, 2)}
+    alone._watch.said = {1: {"waits": 1, "doing": "waits"}, 2: {"waits": 0, "doing": "compiles"}}
+    with alone._waiting("the mean of gradients", 20):
+        now += 19
+        assert alone._overdue() is None
+        now += 2
+        assert (
+            "'MainThread' of node 0 has waited 21 s for the mean of gradients, without node 2 (there, process 7), which compiles"
+            in (alone._overdue() or "")
+        )
+        assert "node 1 (" not in (alone._overdue() or "")
+    assert alone._overdue() is None
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the time, in a list of one, that nodes go by."""
-    now = [time.monotonic()]
-    monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
-    return now
-
-
-def test_a_node_is_dead_after_a_silence_and_not_before(alone: Connected, clock: list[float]) -> None:
-    for beat in range(100):
-        alone._look([sign(beat), sign(beat)])
-        clock[0] += 1
-    for _ in range(30):
-        alone._look([sign(100), sign(99)])
-        alone.check()
-        clock[0] += 1
-    alone._look([sign(101), sign(99)])
-    with pytest.raises(
-        NodeError, match=r"node 1 \(there, process 7\) has not been heard of for 31 s.* said was: trains"
-    ):
-        alone.check()
-
-
-def test_the_silence_of_others_does_not_count_while_this_process_was_stopped(
-    alone: Connected, clock: list[float]
+def test_a_connection_that_breaks_is_an_error_that_names_the_node_which_has_died(
+    alone: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone._look([sign(0), sign(0)])
-    clock[0] += 1000
-    alone._look([sign(1), sign(0)])
-    alone.check()
-    for _ in range(31):
-        clock[0] += 1
-        alone._look([sign(1), sign(0)])
-    with pytest.raises(NodeError, match="node 1"):
-        alone.check()
-
-
-@pytest.mark.parametrize(("ended", "raised"), [("the disk is full", True), ("", False), (None, False)])
-def test_a_node_that_has_ended_with_an_error_ends_the_others(alone: Connected, ended: str | None, raised: bool) -> None:
-    alone._look([sign(0), sign(0, ended=ended)])
-    with pytest.raises(NodeError) if raised else nullcontext() as found:
-        alone.check()
-    if found:
-        assert "node 1 (there, process 7) has ended: the disk is full" in str(found.value)
-
-
-def test_a_node_that_torchrun_ended_is_not_blamed_for_one_that_died(alone: Connected, clock: list[float]) -> None:
-    for beat in range(4):
-        alone._look([sign(beat), sign(0), sign(beat, ended=nodes.INTERRUPTED)])
-        alone.check()
-        clock[0] += 1
-    alone._look([sign(4), sign(0), sign(4, ended=nodes.INTERRUPTED)])
-    with pytest.raises(NodeError, match=r"^node 1 \(there, process 7\) has not been heard of for 4 s"):
-        alone.check()
-
-
-def test_a_node_that_was_interrupted_alone_ends_the_others(alone: Connected, clock: list[float]) -> None:
-    for beat in range(7):
-        alone._look([sign(beat), sign(beat), sign(beat, ended=nodes.INTERRUPTED)])
-        clock[0] += 1
-    with pytest.raises(NodeError, match=r"^node 2 \(there, process 7\) has ended: it was interrupted"):
-        alone.check()
-
-
-def test_a_wait_names_the_nodes_that_have_not_come_to_it(alone: Connected, clock: list[float]) -> None:
-    alone._begin("the mean of gradients", 20)
-    signs = [sign(0, waits=2), sign(0, waits=2), sign(0, waits=1, doing="compiles")]
-    alone._look(signs)
-    alone.check()
-    clock[0] += 21
-    alone._look(signs)
-    with pytest.raises(
-        NodeError, match=r"'MainThread' of node 0 has waited 21 s for the mean of gradients, without node 2 \("
-    ) as raised:
-        alone.check()
-    assert "node 1 (" not in str(raised.value)
-
-
-def test_processes_that_are_started_again_agree_on_a_new_name_in_the_old_store() -> None:
-    store = HashStore()
-    names: list[list[str]] = [[], []]
-    for found in names:
-        threads = [
-            threading.Thread(
-                target=lambda rank, found: found.append(nodes._meet(store, rank, 3, 60)), args=(rank, found)
-            )
-            for rank in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [len(found) for found in names] == [3, 3]
-    assert [len(set(found)) for found in names] == [1, 1]
-    assert names[0][0] != names[1][0]
-    # With the keys of those before in the store, one that does not come is still missed.
-    with pytest.raises(NodeError, match=r"for all 3 nodes to start, without node 1 and 2"):
-        nodes._meet(store, 0, 3, 0.2)
+    monkeypatch.setattr(alone._watch, "look_again", lambda: alone._watch._fail("node 1 has died"))
+    with pytest.raises(NodeError, match=r"^node 1 has died$"), alone._waiting("the mean", 20):
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_torchrun_starts_again_with_resume_only() -> None:
     restarted = nodes.Nodes(restarts=3)
     with pytest.raises(ConfigError, match="--restart with torchrun's --max-restarts would throw away"):
-        demo.prepare(Config(), Path("nowhere"), "restart", restarted)
+        prepare(Config(), Path("nowhere"), "restart", restarted)

@@ -12,15 +12,15 @@ pytest.importorskip("rich", reason="the example's display")
 pytest.importorskip("matplotlib", reason="the example's plots")
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
-import demo
 import options
+from command import Parser, command_line
 from config import TYPES, Config, ConfigError, choices_of
 from drafter import drafter_shape
 from target import TargetShape
 
 
 def config(*arguments: str) -> Config:
-    return demo.command_line(list(arguments)).config
+    return command_line(list(arguments)).config
 
 
 def refusal(path: Path, content: str) -> str:
@@ -52,7 +52,7 @@ def test_a_bundled_file_can_work(name: str, tmp_path: Path) -> None:
     target = () if name in ("demo", "paper-tiny") else ("--target", str(tmp_path))
     config("--config", name, *target, "--device", "cpu").validate()
     config("--config", name, *target).validate(planned=True)
-    assert demo.command_line(["--config", name]).run == Path("runs") / f"dflash-{name}"
+    assert command_line(["--config", name]).run == Path("runs") / f"dflash-{name}"
 
 
 def test_the_published_sizes_are_those_of_the_files() -> None:
@@ -100,7 +100,7 @@ def test_every_option_can_be_given_in_a_file_and_on_the_command_line(name: str, 
     written, typed, value = ("1.5", ["1.5"], 1.5) if name == "tau" else cases[kind]
     (tmp_path / "a.toml").write_text(f"{name} = {written}")
     assert options.read(tmp_path / "a.toml") == {name: value}
-    parser = demo._Parser()
+    parser = Parser()
     options.add_to(parser)
     assert vars(parser.parse_args([f"--{name.replace('_', '-')}", *typed])) == {name: value}
 

@@ -12,8 +12,8 @@ pytest.importorskip("rich", reason="the example's display")
 pytest.importorskip("matplotlib", reason="the example's plots")
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
-import demo
 from checkpoints import NOT_IN_CONTRACT
+from command import command_line
 from tests.dflash.conftest import EXAMPLE
 
 SOURCE = re.compile(r"paper|equation|section|Figure|A\.\d")
@@ -99,7 +99,7 @@ def commands() -> list[str]:
 def test_the_options_of_a_command_go_together(line: str) -> None:
     arguments = shlex.split(line)[2:]
     if "mine.toml" not in arguments:  # the reader's own
-        demo.command_line(arguments)
+        command_line(arguments)
 
 
 def test_every_file_is_in_the_table() -> None:

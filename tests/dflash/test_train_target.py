@@ -18,9 +18,9 @@ pytest.importorskip("matplotlib", reason="the example's plots")
 from transformers import Qwen3ForCausalLM
 
 import data
-import demo
 import optimizer
 import train_target
+from command import command_line
 from config import BUNDLED_TARGET, ConfigError
 from estimate import estimate
 from speculative import greedy
@@ -177,7 +177,7 @@ def test_a_larger_preset_makes_a_target_in_bfloat16(tmp_path: Path, capsys: pyte
 
 def test_the_bundled_file_for_the_larger_preset_fits_it(tmp_path: Path) -> None:
     architecture(PRESETS["gpu"]).save_pretrained(tmp_path)
-    config = demo.command_line(["--config", "h200-bytes", "--target", str(tmp_path)]).config
+    config = command_line(["--config", "h200-bytes", "--target", str(tmp_path)]).config
     found = estimate(config)
     assert 50e6 < found.target_parameters < 80e6
     assert found.shapes["features"] == (config.batch, config.length, 5 * 512)
