@@ -132,11 +132,12 @@ def page() -> str:
     """Return the page of the docs that shows which torch has which fault."""
     reports = kept()
     promised = {row["id"]: row["protected"] for report in reports for row in report["rows"]}
+    unkept = [id_ for id_, kept in promised.items() if not kept]
     made = [f"torch {one['versions']['torch']} with Python {one['versions']['python']}" for one in reports]
     return PAGE_TEXT.format(
         made=", ".join(made),
         table=faults(reports),
-        open=", ".join(id_ for id_, kept in promised.items() if not kept),
+        open=f" Not promised yet: {', '.join(unkept)}." if unkept else "",
         seen=seen(reports),
     )
 
@@ -213,8 +214,7 @@ PAGE_TEXT = """\
 
 Each cell says what `python -m safecompile doctor` saw on torch alone → with safecompile ({made}).
 The letter of a row says what kind of fault it is: **S**ilent wrong numbers, a **P**rocess broken for good, a **C**rash,
-**D** a hang, an **E**rror, **T** slow. S8 and E9 need a GPU, C3 a CUDA build on a machine without one. Not promised yet:
-{open}.
+**D** a hang, an **E**rror, **T** slow. S8 and E9 need a GPU, C3 a CUDA build on a machine without one.{open}
 
 {table}
 ## What was seen

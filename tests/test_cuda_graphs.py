@@ -172,6 +172,25 @@ def test_a_call_of_another_thread_ends_no_step_of_mine() -> None:
         point.restore()
 
 
+def test_a_step_marked_before_the_patches_are_installed_counts() -> None:
+    """They are installed by the first call, and a step is marked before it: each call would be a step by itself."""
+    from torch._inductor import cudagraph_trees
+
+    (point,) = (one for one in patches.points if one.name == "cuda-graphs")
+    of_torch = cudagraph_trees.MarkStepBox
+
+    def generations() -> list[int]:
+        return [cudagraph_trees.CUDAGraphTreeManager.get_curr_generation() for _ in range(2)]
+
+    torch.compiler.cudagraph_mark_step_begin()
+    point.install()
+    try:
+        assert run_threads([generations]) == [[of_torch.mark_step_counter] * 2] == [[-1, -1]]
+    finally:
+        point.restore()
+        of_torch.mark_step_counter = 0
+
+
 def test_each_thread_has_a_copy_of_torchs_function_that_has_recorded_nothing() -> None:
     from torch._inductor import compile_fx
 

@@ -89,8 +89,8 @@ class CudaGraphs(PatchPoint):
         self.wrap(cudagraph_trees, "get_manager", _get_manager)
         # A thread's call allows that its own earlier outputs are overwritten, and not those of others.
         self.wrap(eval_frame, "install_generation_tagging_init", _count_call)
-        self.replace(cudagraph_trees, "GenerationTracker", _PerThread("generation"))
-        self.replace(cudagraph_trees, "MarkStepBox", _PerThread("mark_step_counter"))
+        for owner, name in (("GenerationTracker", "generation"), ("MarkStepBox", "mark_step_counter")):
+            self.replace(cudagraph_trees, owner, _PerThread(getattr(cudagraph_trees, owner), name))
         for name in ("run_eager", "record_function"):
             self.wrap(cudagraph_trees.CUDAGraphTreeManager, name, self._record)
         # Beside a recording these fail, and the recording with them.
@@ -174,7 +174,7 @@ class _Thread:
         # Torch's own, under its names.
         self.tree_manager_containers: dict[int, Any] = {}
         self.tree_manager_locks: dict[int, Any] = defaultdict(threading.Lock)
-        self.generation = self.mark_step_counter = 0
+        self.generation = 0
         self.entries: weakref.WeakKeyDictionary[_Graphs, _Entry] = weakref.WeakKeyDictionary()
         self.forwards: weakref.WeakKeyDictionary[_Pair, _Forward] = weakref.WeakKeyDictionary()
         self.recordings = 0
@@ -234,13 +234,14 @@ def recordings() -> int:
     return _here().recordings if torch._C._is_key_in_tls(_KEY) else 0
 
 
-def _PerThread(name: str) -> Any:  # noqa: N802  stands for a class of torch's
-    """Return what has one of torch's counters, for each thread its own."""
+def _PerThread(old: Any, name: str) -> Any:  # noqa: N802  stands for a class of torch's
+    """Return what has one of torch's counters, for each thread its own; who marks steps began before the installation."""
 
     def write(_: Any, value: int) -> None:
         vars(_here())[name] = value
 
-    return type("PerThread", (), {name: property(lambda _: vars(_here())[name], write)})()
+    counter = property(lambda _: vars(_here()).setdefault(name, getattr(old, name)), write)
+    return type("PerThread", (), {name: counter})()
 
 
 def _count_call(count: Callable[[], None], *_: Any) -> None:
