@@ -252,6 +252,14 @@ def test_processes_that_are_started_again_find_each_other_in_the_old_store_and_n
         make(0, silence=0.2).meet(store, 3, "127.0.0.1")
 
 
+def test_another_store_at_the_address_of_a_dead_nodes_is_not_taken_for_it() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    card = json.dumps(["name", "127.0.0.1", store.port, "node 1"])
+    assert watch._client(card) is None
+    store.set(card, "")
+    assert watch._client(card)
+
+
 def test_an_error_of_the_watch_itself_ends_the_node(three: list[Watch]) -> None:
     def wrong() -> dict[str, Any]:
         three[0].leave()  # after this look
