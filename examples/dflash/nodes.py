@@ -223,7 +223,7 @@ class Connected(Nodes):
         self._ending = False
         self._waits = 0
         self._wait: _Wait | None = None  # that is not over
-        self._watch = Watch(rank, self._sign, self._overdue, self._silence)
+        self._watch = Watch(rank, count, self._sign, self._overdue, self._silence)
 
     @property
     def prefix(self) -> str:
@@ -235,7 +235,7 @@ class Connected(Nodes):
         try:
             address = self._address()
             store = self._connect()
-            session = self._watch.meet(store, self.count, address)
+            session = self._watch.meet(store, address)
             self._store = PrefixStore(session, store)
             group = PrefixStore(f"{session}/group", self._connect())
         except (OSError, dist.DistError) as error:

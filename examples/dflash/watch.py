@@ -49,19 +49,25 @@ class Watch:
         failure: why this node has to end, in the words of the first reason; None while there is none.
 
     Args:
-        rank: this node's number.
+        rank, count: this node's number, and how many there are.
         sign: makes this node's sign of life, in JSON's types; what it does is in ``doing``.
         overdue: tells why this node has to end though all live, if it has to.
         silence: seconds without an answer after which a node is given up.
     """
 
     def __init__(
-        self, rank: int, sign: Callable[[], dict[str, Any]], overdue: Callable[[], str | None], silence: float
+        self,
+        rank: int,
+        count: int,
+        sign: Callable[[], dict[str, Any]],
+        overdue: Callable[[], str | None],
+        silence: float,
     ) -> None:
         self.names = {rank: f"node {rank} ({socket.gethostname()}, process {os.getpid()})"}
         self.said: dict[int, dict[str, Any]] = {}
         self.failure: str | None = None
-        self._rank, self._sign, self._overdue, self._silence = rank, sign, overdue, silence
+        self._rank, self._count = rank, count
+        self._sign, self._overdue, self._silence = sign, overdue, silence
         self._own: Store  # in this process, from `meet` on
         self._others: dict[int, Store] = {}  # clients of the others', which the thread alone uses
         self._ended: str | None = None  # what this node says when it ends; nothing where all is done
@@ -71,14 +77,13 @@ class Watch:
         self._hurry, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
 
-    def meet(self, store: Store, count: int, host: str) -> str:
+    def meet(self, store: Store, host: str) -> str:
         """Find the others, and begin to watch each that is there; return a name that these processes, and no others, have for themselves.
 
         torchrun keeps its store when it starts processes again, with all keys of those before: only one that answers is there.
 
         Args:
             store: that all nodes share.
-            count: of nodes.
             host: this machine's address, for the others.
 
         Raises:
@@ -92,7 +97,7 @@ class Watch:
         store.set(f"here/{self._rank}", card)
         self._thread.start()
         cards = {self._rank: card}
-        while missing := sorted(set(range(count)) - cards.keys()):
+        while missing := sorted(set(range(self._count)) - cards.keys()):
             for rank in missing:
                 if store.check([f"here/{rank}"]):
                     card = store.get(f"here/{rank}").decode()
@@ -102,11 +107,11 @@ class Watch:
             self.check()
             if time.monotonic() - since > self._silence:
                 self._fail(
-                    f"node {self._rank} has waited {self._silence:g} s for all {count} nodes to start, without node "
+                    f"node {self._rank} has waited {self._silence:g} s for all {self._count} nodes to start, without node "
                     f"{' and '.join(map(str, missing))}: it was killed, or starts slowly, for which node_timeout can be raised"
                 )
             time.sleep(0.05)
-        return hashlib.sha256("".join(cards[rank] for rank in range(count)).encode()).hexdigest()
+        return hashlib.sha256("".join(cards[rank] for rank in range(self._count)).encode()).hexdigest()
 
     def check(self) -> None:
         """Raise `NodeError` if another node has ended or does not answer."""
@@ -182,8 +187,8 @@ class Watch:
         return asking if asking is not None and time.monotonic() - asking[1] > seconds else None
 
     def _farewells(self) -> dict[int, str]:
-        """Return what nodes that end in order have said."""
-        keys = {rank: f"ended/{rank}" for rank in list(self.names) if rank != self._rank}
+        """Return what nodes that end in order have said, those among them that this one has not met."""
+        keys = {rank: f"ended/{rank}" for rank in range(self._count)}
         return {rank: self._own.get(key).decode() for rank, key in keys.items() if self._own.check([key])}
 
     def _last(self, rank: int) -> str:

@@ -2,13 +2,15 @@
 
     PYTHONPATH=src:examples/dflash python -m tests.dflash.kill_a_node --kills 10
 
-Each node has a torchrun of its own, as on a machine of its own, and the default time-outs unless others are given. For the first half of the kills the nodes are
-not started again by torchrun: the script measures how long the others take to end, looks for the error that names the killed node in what
-each of them says, and starts all again with the same command line. For the second half ``--max-restarts`` does. A process is killed at a moment
-drawn evenly from the time that a whole run takes, so that it may be importing, evaluating, training or saving.
+Each node has a torchrun of its own, as on a machine of its own, and the default time-outs unless others are given. For the first half of
+the kills the nodes are not started again by torchrun: the script measures how long the others take to end, looks for the error in which
+each of them names the killed node, and no other, and starts all again with the same command line. For the second half ``--max-restarts``
+does, and a process that it ends before it listens says nothing. A process is killed at a moment drawn evenly from the time that a whole
+run takes, so that it may be importing, evaluating, training or saving.
 
-Fails unless every survivor ends within 60 seconds with that error, every checkpoint that is there can be read, none is lost, and the run ends
-with the weights, optimizer state and losses of one that was never killed, bit for bit. Prints a line for each kill.
+Fails unless every survivor ends within 60 seconds with that error, every checkpoint that is there can be read, none is lost, and the run
+ends with the weights, optimizer state and losses of one that was never killed, bit for bit. Prints for each kill when it came, the errors,
+and the steps that had to be made again.
 """
 
 from __future__ import annotations

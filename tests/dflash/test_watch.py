@@ -26,9 +26,9 @@ from watch import NodeError, Watch
 SILENCE = 20.0
 
 
-def make(rank: int, silence: float = SILENCE, *, runs: bool = False, **changes: Any) -> Watch:
+def make(rank: int, count: int = 3, silence: float = SILENCE, *, runs: bool = False, **changes: Any) -> Watch:
     """Return a node's watch, which looks when it is told to unless it ``runs``."""
-    made = Watch(rank, lambda: {"doing": f"trains {rank}", **changes}, lambda: None, silence)
+    made = Watch(rank, count, lambda: {"doing": f"trains {rank}", **changes}, lambda: None, silence)
     if not runs:
         made.leave()
     return made
@@ -38,7 +38,7 @@ def meet(watches: list[Watch], store: Any) -> list[str]:
     names = [""] * len(watches)
 
     def come(rank: int) -> None:
-        names[rank] = watches[rank].meet(store, len(watches), "127.0.0.1")
+        names[rank] = watches[rank].meet(store, "127.0.0.1")
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(watches))]
     for thread in threads:
@@ -101,7 +101,7 @@ sys.path.insert(0, sys.argv[1])
 from torch.distributed import TCPStore
 from watch import Watch
 
-Watch(1, lambda: {"doing": "sleeps"}, lambda: None, 20.0).meet(TCPStore("127.0.0.1", int(sys.argv[2])), 2, "127.0.0.1")
+Watch(1, 2, lambda: {"doing": "sleeps"}, lambda: None, 20.0).meet(TCPStore("127.0.0.1", int(sys.argv[2])), "127.0.0.1")
 print("met", flush=True)
 threading.Event().wait()
 """
@@ -111,8 +111,8 @@ def test_a_process_that_is_killed_is_named_with_the_last_that_it_said() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-c", KILLED, str(EXAMPLE), f"{store.port}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        node = make(0, 60.0)
-        node.meet(store, 2, "127.0.0.1")
+        node = make(0, 2, 60.0)
+        node.meet(store, "127.0.0.1")
         assert process.stdout
         assert process.stdout.readline() == "met\n"
         node.look()
@@ -175,10 +175,19 @@ def test_a_node_that_ends_in_order_ends_the_others_unless_all_is_done(three: lis
     assert why in (three[0].failure or "")
 
 
+def test_a_node_that_ends_before_this_one_has_met_it_is_heard() -> None:
+    """It may have given up a third one; its torchrun, and with node 0's the store of all, may be gone next."""
+    made = make(2)
+    made._own = HashStore()
+    made._own.set("ended/0", "node 0 has waited 30 s, without node 1")
+    made.look()
+    assert made.failure == "node 0 has waited 30 s, without node 1"
+
+
 @pytest.fixture
 def running() -> Iterator[list[Watch]]:
     """Return the watches of two nodes that have met, with their threads."""
-    made = [make(rank, runs=True) for rank in range(2)]
+    made = [make(rank, 2, runs=True) for rank in range(2)]
     meet(made, HashStore())
     yield made
     for each in made:
@@ -249,7 +258,15 @@ def test_processes_that_are_started_again_find_each_other_in_the_old_store_and_n
     assert names[0] != names[1]
     # With the keys of those before in the store, one that does not come is still missed.
     with pytest.raises(NodeError, match=r"for all 3 nodes to start, without node 1 and 2"):
-        make(0, silence=0.2).meet(store, 3, "127.0.0.1")
+        make(0, silence=0.2).meet(store, "127.0.0.1")
+
+
+def test_another_store_at_the_address_of_a_dead_nodes_is_not_taken_for_it() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    card = json.dumps(["name", "127.0.0.1", store.port, "node 1"])
+    assert watch._client(card) is None
+    store.set(card, "")
+    assert watch._client(card)
 
 
 def test_an_error_of_the_watch_itself_ends_the_node(three: list[Watch]) -> None:
@@ -270,7 +287,7 @@ sys.path.insert(0, sys.argv[1])
 import watch
 
 watch.GRACE = 0.1
-made = watch.Watch(0, dict, lambda: None, 20.0)
+made = watch.Watch(0, 1, dict, lambda: None, 20.0)
 made._heard = sys.argv[2] == "heard"
 made._fail("node 1 has died")
 time.sleep(1 if made._heard else 60)
