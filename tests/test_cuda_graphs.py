@@ -425,6 +425,7 @@ def post_compiled(code: Code, box: Any, *, backward: bool, graphs: bool = True) 
         mutated_input_idxs=(),
         inputs_to_check=(),
         boxed_forward_device_index=box,
+        kernel_free_cudagraph=False,  # which newer torch asks for
     )
     given: dict[str, Any] = {
         "example_inputs": [],
