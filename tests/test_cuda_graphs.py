@@ -168,7 +168,7 @@ def test_a_call_of_another_thread_ends_no_step_of_mine() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         assert cudagraph_trees.CUDAGraphTreeManager.get_curr_generation() == -1
     finally:
-        cuda_graphs._here().mark_step_counter = 0
+        vars(cuda_graphs._here())["mark_step_counter"] = 0
         point.restore()
 
 

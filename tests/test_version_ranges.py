@@ -10,6 +10,8 @@ import torch
 from tests.helpers.subprocess_run import run_forked
 from tests.helpers.torch_version import TORCH
 
+FOR_A_GPU = bool(torch.version.cuda or torch.version.hip)
+
 # All others are needed by every torch so far.
 ONLY_SOME_NEED = {
     "error-on-graph-break": TORCH >= (2, 9),  # there is no such setting before
@@ -18,8 +20,8 @@ ONLY_SOME_NEED = {
     "config-caches": TORCH >= (2, 12),
     # 2.6 and 2.8 do not ask for the guard; builds without CUDA, and machines with a GPU, have no such fault.
     "device-guard": TORCH >= (2, 9) and torch.version.cuda is not None and not torch.cuda.is_available(),
-    "cuda-graphs": torch.version.cuda is not None,
-    "first-launches": importlib.util.find_spec("triton") is not None,
+    "cuda-graphs": FOR_A_GPU,
+    "first-launches": FOR_A_GPU and importlib.util.find_spec("triton") is not None,
     "serial-traces": False,  # in the place of points that do not match
 }
 

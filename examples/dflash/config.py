@@ -265,7 +265,7 @@ class Config:
             )
         if self.node_timeout < _LEAST_NODE_TIMEOUT:
             raise ConfigError(
-                f"node_timeout is {self.node_timeout}, but signs of life come every second, and later from a busy machine: set it to "
+                f"node_timeout is {self.node_timeout}, but a busy machine takes seconds to answer: set it to "
                 f"{_LEAST_NODE_TIMEOUT:g} at least"
             )
         if self.data is not None and self.text is not None:

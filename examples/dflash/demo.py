@@ -205,12 +205,16 @@ class Run:
         written = True
         if not self.nodes.writes:
             return written  # node 0 saves what is to be saved, and its weights are this node's
-        if self.training and status != "complete" and self._same and (replica := self.training.at_rest()):
+        if self.training and status != "complete" and (replica := self.training.at_rest()):
             try:
-                self._save(replica)
+                problem: object = None if self._same else "the nodes have not been found to have the same weights"
+                if self._same:
+                    self._save(replica)
             except _NOT_WRITTEN as error:
+                problem = error
+            if problem is not None:
                 written = False
-                print(f"step {replica.step} could not be saved: {error}", file=sys.stderr)
+                print(f"step {replica.step} could not be saved: {problem}", file=sys.stderr)
         self.summary["status"] = status
         self.summary["seconds"]["all"] = round(time.monotonic() - self._started, 1)
         self.summary["cpu_seconds"] = round(time.process_time(), 1)
@@ -292,9 +296,8 @@ class Run:
         if members.count == 1:
             return
         what = f"weights after step {replica.step}{when}"
-        self._same = (
-            False  # until all are known: another node, which has found a difference, may end this one meanwhile
-        )
+        # Until all are known: another node, which has found a difference, may end this one meanwhile.
+        self._same = False
         of_all = members.gather(what, nodes.fingerprints(replica.drafter), self.config.collective_timeout)
         for rank, found in enumerate(of_all):
             if other := [name for name in found if found[name] != of_all[0][name]]:

@@ -171,7 +171,6 @@ class Watch:
             reasons = reasons or list(filter(None, [*told.values(), self._overdue()]))[:1]
         if reasons:
             self._fail("; ".join(reasons))
-        self._looks += 1
 
     def _run(self) -> None:
         while not self._left.is_set():
@@ -180,6 +179,7 @@ class Watch:
                 self.look()
             except Exception as error:  # nobody would notice the end of this thread
                 self._fail(f"node {self._rank} cannot watch the others: {error!r}")
+            self._looks += 1  # also of one that failed: whoever waits for it would wait for ever
             self._hurry.wait(BEAT)
 
     def _stuck(self, seconds: float) -> tuple[int, float] | None:
@@ -227,9 +227,8 @@ def _client(card: str) -> Store | None:
     try:
         way_to(host, port)
         store = TCPStore(host, port, timeout=timedelta(seconds=CONNECTED), wait_for_workers=False)
-        store.set_timeout(
-            timedelta(days=1)
-        )  # an answer that comes late is no error: `Watch.check` says how late it may be
+        # An answer that comes late is no error: `Watch.check` says how late it may be.
+        store.set_timeout(timedelta(days=1))
         return store if store.check([card]) else None
     except (OSError, RuntimeError):
         return None

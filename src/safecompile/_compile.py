@@ -234,7 +234,7 @@ def _check_options(options: dict[str, Any]) -> None:
     if options.get("backend") == "cudagraphs":
         raise ValueError(
             'thread_safe_compile does not take backend="cudagraphs", whose graphs all threads would share: use '
-            'mode="reduce-overhead", with which each thread records its own.'
+            'mode="reduce-overhead", with which no two threads share any.'
         )
 
 

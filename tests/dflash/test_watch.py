@@ -95,6 +95,17 @@ def test_nodes_that_live_hear_of_each_other_and_find_nothing_wrong(three: list[W
     assert three[0].said == {1: {"doing": "trains 1"}, 2: {"doing": "trains 2"}}
 
 
+def test_a_node_that_cannot_watch_says_so_and_ends() -> None:
+    """A look that fails is one, too: the end of a node waits for looks."""
+    node = make(0, 1, runs=True)
+    node.meet(HashStore(), "127.0.0.1")
+    node._sign = {"doing": "sleeps"}.popitem  # type: ignore[assignment]  # which cannot be made twice
+    node.end("it has failed")
+    with pytest.raises(NodeError, match=r"^node 0 cannot watch the others: KeyError"):
+        node.check()
+    node.leave()
+
+
 KILLED = """
 import sys, threading
 sys.path.insert(0, sys.argv[1])

@@ -52,11 +52,10 @@ class CudaGraphs(PatchPoint):
         self._turns = turns
         self._compiling = threading.local()
         self.each_thread = torch.__version__.startswith(MEASURED)
-        self._only: _Thread | None = None
         self._warned = False
 
     def needed(self) -> bool:
-        return torch.version.cuda is not None
+        return bool(torch.version.cuda or torch.version.hip)
 
     def mismatch(self) -> str | None:
         from torch._dynamo import eval_frame
@@ -142,8 +141,7 @@ class CudaGraphs(PatchPoint):
         return _Graphs(make, plain, kwargs["device_index"], pair, self._turns, backward=kwargs["is_backward"]).run
 
     def _may_have_graphs(self, here: _Thread) -> bool:
-        self._only = self._only or here
-        if self.each_thread or here is self._only:
+        if self.each_thread or here is vars(self).setdefault("_only", here):
             return True
         if not self._warned:
             self._warned = True
@@ -222,6 +220,7 @@ def _taken_over() -> _Thread | None:
         except IndexError:  # another thread was quicker
             return None
         if thread.idle():
+            vars(thread).pop("mark_step_counter", None)  # whoever takes over may mark no steps
             for device in thread.tree_manager_containers:
                 torch.cuda.synchronize(device)  # its last replay may be going on, on its own stream
             return thread
@@ -332,7 +331,7 @@ class _Graphs:
         if entry.graphs and may_replay and (entry.forward.graphed or not self._backward):
             entry.begun = entry.forward.graphed = True
             with self._turns[self._device]:  # makes the thread's memory pool
-                torch._C._set_cached_tensors_enabled(True)  # torch does it once for each thread's first graph
+                torch._C._set_cached_tensors_enabled(True)  # a reset while nothing was installed has switched it off
                 return entry.graphs(inputs)
         if not self._backward:
             entry.forward.graphed = False

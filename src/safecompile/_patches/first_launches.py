@@ -35,7 +35,7 @@ class FirstLaunches(PatchPoint):
         self._final: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def needed(self) -> bool:
-        return importlib.util.find_spec("triton") is not None
+        return bool(torch.version.cuda or torch.version.hip) and importlib.util.find_spec("triton") is not None
 
     def mismatch(self) -> str | None:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
