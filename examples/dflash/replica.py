@@ -248,7 +248,7 @@ class Replica:
             raise
         monitor.now("trains")
         self._rates = self._optimizers.rates
-        norm = self._optimizers.step()
+        norm = self.step_optimizers()
         self._updated = devices.read_later(torch.cat((torch.stack((made.loss, norm)), made.accuracy, made.acceptance)))
 
     def _complete(self, report: Report, monitor: Monitor) -> None:
@@ -288,8 +288,12 @@ class Replica:
     def make_step(self, work: Work, step: int) -> BlockLoss:
         """Make one step alone, without other replicas; return its loss, without gradient. Nothing waits for the device."""
         made = self.gradients(work, step)
-        self._optimizers.step()
+        self.step_optimizers()
         return made
+
+    def step_optimizers(self) -> Tensor:
+        """Change the weights by the gradients that they have, and drop those; return the gradients' norm before clipping."""
+        return self._optimizers.step()
 
     def gradients(self, work: Work, step: int) -> BlockLoss:
         """Let the parameters have the gradients of one step; return its loss, without gradient."""

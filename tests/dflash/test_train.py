@@ -186,7 +186,7 @@ def test_threads_train_as_one_thread_does_that_waits_for_the_device(tiny_target:
             means = mean_gradients(gradients, torch.device(device))
             for parameter, mean in zip(replica._optimizers.parameters, means, strict=True):
                 parameter.grad = mean
-            replica._optimizers.step()
+            replica.step_optimizers()
     assert training.losses == (losses if device == "cpu" else pytest.approx(losses, rel=1e-4))
     assert reported == training.replicas[0].losses
     assert train.largest_difference(training.drafters) == 0.0
