@@ -18,48 +18,48 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
-import subprocess
+import queue
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing
-from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.dflash_shared import (  # isort: skip  # before the example's modules
+    VOCABULARY,
+    NotingCrew,
+    busy,
+    first_line,
+    graphs,
+    in_a_process,
+    stock,
+    tokens,
+)
+
+import devices
 import safecompile
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "dflash"
-
-
-def stock(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Be `torch.compile` with the signature of `thread_safe_compile`."""
-    return torch.compile(function, **options) if function else partial(torch.compile, **options)
-
-
-if "--child=stock" in sys.argv:  # before the example decorates its functions
-    safecompile.thread_safe_compile = stock  # type: ignore[assignment]
-sys.path.insert(0, str(EXAMPLE))
-
-import devices  # noqa: E402  # after what the example decorates with
-import train  # noqa: E402
-from config import Config  # noqa: E402
-from drafter import new_drafter  # noqa: E402
-from pipeline import WorkerError  # noqa: E402
-from replica import Numbers, Replica, mean_gradients  # noqa: E402
-from target import Features, Target, Vocabulary  # noqa: E402
-from work import Work, make_work  # noqa: E402
+import train
+from config import Config
+from drafter import new_drafter
+from pipeline import WorkerError
+from replica import Numbers, Replica, mean_gradients
+from target import Features, Target, Vocabulary
+from work import Work, make_work
 
 LAYOUTS = ("threads", "stock", "one-thread", "processes")
 DEVICE = torch.device("cuda", 0)
-VOCABULARY = 151_936
 RESULT = "result.json"
+PROCESSES_END = 40.0
+"""Seconds of the limit that a layout's process needs before its processes begin and after they end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,12 +138,6 @@ def write_target(folder: Path) -> None:
 # --- the process that starts a layout's process, and watches the GPU
 
 
-class Sample(NamedTuple):
-    at: float
-    busy: float
-    memory: int
-
-
 def run(options: argparse.Namespace, folder: Path, layout: str, attention: str, chunk_blocks: int) -> dict[str, Any]:
     """Run a layout in a process of its own and return what it measured, with what was seen of the GPU meanwhile."""
     result = folder / RESULT
@@ -165,41 +159,24 @@ def run(options: argparse.Namespace, folder: Path, layout: str, attention: str, 
         )
     ]
     command += ["--eager-target"] * options.eager_target + ["--count-again"] * options.count_again
-    samples: list[Sample] = []
-    over = threading.Event()
-    watcher = threading.Thread(target=watch, args=(samples, over))
-    watcher.start()
-    began = time.time()
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=options.limit, check=False)
-        code, output = process.returncode, process.stderr
-    except subprocess.TimeoutExpired as error:
-        code, output = None, (error.stderr or b"").decode(errors="replace")
-    finally:
-        over.set()
-        watcher.join()
-    measured: dict[str, Any] = {"layout": layout, "attention": attention, "chunk_blocks": chunk_blocks, "exit": code}
-    measured |= json.loads(result.read_text()) if result.exists() else {"output": output[-40000:]}
+    outcome = in_a_process(command, folder / "output.txt", options.limit, [0])
+    began, samples = outcome.began, outcome.samples[0]
+    measured: dict[str, Any] = {"layout": layout, "attention": attention, "chunk_blocks": chunk_blocks}
+    measured |= {"exit": outcome.exit}
+    measured |= json.loads(result.read_text()) if result.exists() else {"output": outcome.output}
     times = measured.get("times", [])
     measured["seconds"] = time.time() - began
     measured["memory_of_gpu"] = max((s.memory for s in samples), default=0)
     if len(times) > options.warm_up + 1:
         first, last = times[options.warm_up], times[-1]
         rate = options.length * (len(times) - 1 - options.warm_up) / (last - first)
-        within = [s.busy for s in samples if first <= s.at <= last]
         measured |= {
             "seconds_to_first_step": times[0] - began,
             "tokens_per_second_of_a_drafter": rate,
             "tokens_per_second": rate * options.drafters,
-            "busy": sum(within) / len(within) if within else None,
+            "busy": busy(samples, first, last),
         }
     return measured
-
-
-def watch(samples: list[Sample], over: threading.Event) -> None:
-    """Look at the GPU five times a second."""
-    while not over.wait(0.2):
-        samples.append(Sample(time.time(), torch.cuda.utilization(0) / 100, torch.cuda.device_memory_used(0)))
 
 
 def describe(measured: dict[str, Any]) -> str:
@@ -266,7 +243,7 @@ def measure(options: argparse.Namespace) -> None:
         lr=6e-4,
     )
     measured = Measured(options.warm_up, options.folder / RESULT)
-    layouts = {"one-thread": one_thread, "processes": processes}
+    layouts = {"one-thread": one_thread, "processes": partial(processes, limit=options.limit - PROCESSES_END)}
     layouts.get(options.child, partial(threads, count_again=options.count_again))(config, measured)
     measured.write()
 
@@ -290,9 +267,7 @@ class Measured:
 
     def failed(self, where: str, error: BaseException) -> None:
         """Take note of an error."""
-        self.errors.append(
-            (where, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
-        )
+        self.errors.append((where, first_line(error)))
 
     def write(self) -> None:
         """Write all that is known."""
@@ -305,18 +280,6 @@ class Measured:
             "allocated": torch.cuda.max_memory_allocated(),
         }
         self.path.write_text(json.dumps(known | self.elsewhere))
-
-
-def graphs() -> dict[str, int]:
-    """Return the graphs of each function that this process has compiled, by torch's own count."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    return dict(Counter(str(m.co_name) for m in get_compilation_metrics() if m.graph_node_count))
-
-
-def tokens() -> Tensor:
-    """Return what sequences are drawn from: random ids."""
-    return torch.randint(2, VOCABULARY, (1_000_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
 
 
 def load(config: Config, count: int) -> list[Target]:
@@ -339,16 +302,9 @@ def load(config: Config, count: int) -> list[Target]:
 
 def threads(config: Config, measured: Measured, *, count_again: bool) -> None:
     """Run the example's own training."""
+    train.Crew = partial(NotingCrew, note=measured.failed)  # type: ignore[misc, assignment]
     training = train.Training(config, tokens(), load(config, config.targets))
-    gradients = Replica.gradients
     seen: dict[str, dict[str, float]] = {}
-
-    def watched(self: Replica, work: Work, step: int) -> Any:
-        try:
-            return gradients(self, work, step)
-        except Exception as error:
-            measured.failed(threading.current_thread().name, error)
-            raise
 
     def report(step: int, numbers: Numbers) -> None:
         measured.step(numbers["loss"])
@@ -358,12 +314,8 @@ def threads(config: Config, measured: Measured, *, count_again: bool) -> None:
     def tick() -> None:
         training.monitor.sample()
 
-    Replica.gradients = watched  # type: ignore[method-assign]
-    try:
+    with suppress(WorkerError):  # whose error has been taken note of
         training.run(report, tick)
-    except WorkerError as error:
-        if not measured.errors:
-            measured.failed(error.worker, error.__cause__ or error)
     for name, thread in training.monitor.threads.items():
         warm = {state: s - seen.get(name, {}).get(state, 0.0) for state, s in thread.seconds.items()}
         waited = sum(s for state, s in warm.items() if state.startswith("waits"))
@@ -399,7 +351,7 @@ def one_thread(config: Config, measured: Measured) -> None:
         for replica in training.replicas:
             for parameter, mean in zip(replica.drafter.parameters(), means, strict=True):
                 parameter.grad = mean
-            replica._optimizers.step()
+            replica.step_optimizers()
         read = devices.read_later(losses[0].view(1))
     if read:
         measured.step(read()[0])
@@ -418,8 +370,9 @@ class Ends(NamedTuple):
     over: Any
 
 
-def processes(config: Config, measured: Measured) -> None:
-    """Start a process for each target and drafter."""
+def processes(config: Config, measured: Measured, *, limit: float) -> None:
+    """Start a process for each target and drafter, and end all of them after ``limit`` seconds at most."""
+    deadline = time.monotonic() + limit
     context = torch.multiprocessing.get_context("spawn")
     ends = Ends(
         [[context.Queue(config.queue_depth) for _ in range(config.drafters)] for _ in range(config.targets)],
@@ -432,14 +385,21 @@ def processes(config: Config, measured: Measured) -> None:
     members += [context.Process(target=drafter_process, args=(config, i, ends)) for i in range(config.drafters)]
     for member in members:
         member.start()
+    results: list[dict[str, Any]] = []
     try:
-        results = [ends.results.get(timeout=480) for _ in range(config.drafters)]
+        while len(results) < config.drafters:
+            results.append(ends.results.get(timeout=max(0.0, deadline - time.monotonic())))
+    except queue.Empty:
+        measured.failed("processes", TimeoutError(f"{len(results)} of {config.drafters} drafters have ended in time"))
     finally:
         ends.over.set()
+        deadline = time.monotonic() + 15
         for member in members:
-            member.join(20)
+            member.join(max(0.0, deadline - time.monotonic()))
             if member.is_alive():
                 member.kill()
+    if not results:
+        return
     results.sort(key=lambda result: result["index"])
     measured.times, measured.losses = results[0]["times"], results[0]["losses"]
     measured.elsewhere["graphs"] = dict(sum((Counter(result["graphs"]) for result in results), Counter()))
@@ -488,7 +448,7 @@ def drafter_process(config: Config, index: int, ends: Ends) -> None:
         ends.barrier.wait()
         for parameter, part in zip(parameters, mean.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
-        replica._optimizers.step()
+        replica.step_optimizers()
         losses.append(float(made.loss))  # a process waits for its device twice a step as it is
         times.append(time.time())
         del tokens_, tapped, normed  # the sender's memory
