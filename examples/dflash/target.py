@@ -285,6 +285,7 @@ class Target:
         language: Language | None = None,
         dtype: torch.dtype = torch.float32,
         compiled: bool = False,
+        model: Any = None,
     ) -> None:
         """Load the model from ``folder``, which must hold safetensors; nothing is downloaded.
 
@@ -297,6 +298,7 @@ class Target:
             dtype: precision of weights and features.
             compiled: compile the layers for passes without a cache, one graph for each kind of layer and shape of ``tokens``. Passes
                 with a cache, whose shapes grow with each, stay as they are.
+            model: of the configuration in ``folder``, to be used in place of weights from there.
 
         Raises:
             ConfigError: if a tap is not a layer of the model, or the model is of an unknown kind, such as one that does more than
@@ -308,7 +310,7 @@ class Target:
         self.taps = choose_taps(taps, self.shape)
         self.language = language or language_of(folder, config, trust_remote_code=trust_remote_code)
         self.passes = 0
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model = model or AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,
             use_safetensors=True,
