@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -243,7 +243,10 @@ def measure(options: argparse.Namespace) -> None:
         lr=6e-4,
     )
     measured = Measured(options.warm_up, options.folder / RESULT)
-    layouts = {"one-thread": one_thread, "processes": partial(processes, limit=options.limit - PROCESSES_END)}
+    layouts: dict[str, Callable[[Config, Measured], None]] = {
+        "one-thread": one_thread,
+        "processes": partial(processes, limit=options.limit - PROCESSES_END),
+    }
     layouts.get(options.child, partial(threads, count_again=options.count_again))(config, measured)
     measured.write()
 
@@ -302,7 +305,7 @@ def load(config: Config, count: int) -> list[Target]:
 
 def threads(config: Config, measured: Measured, *, count_again: bool) -> None:
     """Run the example's own training."""
-    train.Crew = partial(NotingCrew, note=measured.failed)  # type: ignore[misc, assignment]
+    train.Crew = partial(NotingCrew, note=measured.failed)  # type: ignore[assignment, attr-defined]
     training = train.Training(config, tokens(), load(config, config.targets))
     seen: dict[str, dict[str, float]] = {}
 

@@ -103,6 +103,7 @@ class NotingCrew(Crew):
         super().__init__(stops)
         self._note = note
         self._patience = patience
+        self._over = False
         self._failed_at: float | None = None
 
     def start(self, name: str, work: Callable[[], None]) -> None:
@@ -123,14 +124,13 @@ class NotingCrew(Crew):
             super().stop()
 
     def stop_all(self) -> None:
-        """Ask all threads to end, whatever patience there was."""
-        self._patience = 0.0
+        """Ask all threads to end, whatever patience there was; nobody waits long for them then."""
+        self._patience, self._over = 0.0, True
         self.stop()
 
     def wait(self, tick: Callable[[], None] = lambda: None) -> None:
-        while self._failed_at is None or time.monotonic() < self._failed_at + self._patience:
-            running = self._running()
-            if not running:
+        while not self._over and (running := self._running()):
+            if self._failed_at is not None and time.monotonic() > self._failed_at + self._patience:
                 return
             running[0].ended.wait(timeout=0.1)
             tick()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("rich", reason="the example's display")
 pytest.importorskip("matplotlib", reason="the example's plots")
 pytest.importorskip("transformers", reason="the example's target is a transformers model")
 
+from benchmarks import dflash_devices
 from checkpoints import NOT_IN_CONTRACT
 from command import command_line
 from tests.dflash.conftest import EXAMPLE
@@ -100,6 +102,20 @@ def test_the_options_of_a_command_go_together(line: str) -> None:
     arguments = shlex.split(line)[2:]
     if "mine.toml" not in arguments:  # the reader's own
         command_line(arguments)
+
+
+def test_the_benchmark_of_a_gpu_for_each_thread_has_the_options_and_parts_that_are_named(tmp_path: Path) -> None:
+    section = (EXAMPLE / "README.md").read_text().split("## A GPU for each thread")[1].split("\n## ")[0]
+    lines = re.findall(r"^python benchmarks/dflash_devices\.py(.*)$", section, re.MULTILINE)
+    tried = re.findall(r"`(--devices [^`]+)`", section)
+    assert (len(lines), len(tried)) == (2, 1)
+    kinds = set(re.findall(r"\(`(\w+)`\)", section))
+    for line in (*lines, *tried):
+        options = dflash_devices.parser_of_options().parse_args([*shlex.split(line), "--devices=cpu"])
+        assert {part.kind for part in dflash_devices.parts_of(options, str(tmp_path))} == kinds
+        assert f"`--limit` seconds ({options.limit:g})" in section
+    assert f"{dflash_devices.FULL['target_layers']} layers" in section
+    assert f"{dflash_devices.FULL['length']:,} tokens, {dflash_devices.FULL['anchors']} anchors" in section
 
 
 def test_every_file_is_in_the_table() -> None:
