@@ -56,8 +56,8 @@ class Plan:
     blocked_seconds: float = 2.0
     layers: int = 2
     throughput_threads: tuple[int, ...] = (1, 2, 4, 8)
-    throughput_rounds: int = 12
-    throughput_seconds: float = 0.25
+    throughput_rounds: int = 100
+    throughput_seconds: float = 0.1
     load: tuple[int, float, int, float] = (8, 25.0, 6, 2.0)  # clients, requests a second of each, shapes, interval
     import_repeats: int = 5
     memory: tuple[int, int, int] = (200, 4, 4)  # callables that are made, those of them that are compiled, threads
