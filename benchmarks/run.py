@@ -214,7 +214,7 @@ def describe_machine(backend: str) -> Result:
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": cores,
-        "system": platform.platform(),
+        "system": platform.system(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "safecompile": version("safecompile"),
