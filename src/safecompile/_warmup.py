@@ -93,7 +93,8 @@ def warmup(
 
     The calls have the settings of the thread that makes them (grad mode, autocast, intra-op threads; see
     ``capture_context``), which must be those of later calls: they are part of what is compiled for.
-    Random numbers are drawn as by any call. A callable with another ``when_compiling`` waits here as well.
+    Random numbers are drawn as by any call. With CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``) each call is
+    made until the thread has recorded its graphs and replays them. A callable with another ``when_compiling`` waits here as well.
 
     Args:
         fn: a guarded callable, or any function that calls some; with ``devices`` also a mapping from each of them to one
