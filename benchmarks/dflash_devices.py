@@ -42,6 +42,7 @@ from benchmarks.dflash_shared import (  # isort: skip  # before the example's mo
     NotingCrew,
     Outcome,
     busy,
+    config_of,
     first_line,
     in_a_process,
     tokens,
@@ -124,31 +125,18 @@ class Part:
     @property
     def config(self) -> Config:
         """The example's options for it."""
-        return Config(
+        return config_of(
+            self.length,
             device=self.device,
             target=Path(self.folder),
-            target_dtype="bfloat16",
-            autocast=True,
             compile_target=True,
-            answers="data",
-            taps=None,
             targets=self.targets,
             drafters=self.drafters,
-            layers=EIGHT_B.layers,
             block_size=4 if self.tiny else 16,
-            prompt_length=self.length // 2,
-            response_length=self.length - self.length // 2,
-            sequences=1,
-            uses=1,
-            batch=1,
             anchors=self.anchors,
             chunk_blocks=self.chunk_blocks,
-            gamma=7.0,
             kl_weight=0.0,
-            gradient="in_forward",
             steps=self.steps,
-            optimizer="adamw",
-            lr=6e-4,
         )
 
     def target_config(self) -> Any:

@@ -38,6 +38,7 @@ from benchmarks.dflash_shared import (  # isort: skip  # before the example's mo
     VOCABULARY,
     NotingCrew,
     busy,
+    config_of,
     first_line,
     graphs,
     in_a_process,
@@ -215,32 +216,19 @@ def describe(measured: dict[str, Any]) -> str:
 
 def measure(options: argparse.Namespace) -> None:
     """Run the layout that was asked for here, and write what was measured."""
-    config = Config(
+    config = config_of(
+        options.length,
         device="cuda:0",
         target=options.folder,
-        target_dtype="bfloat16",
-        autocast=True,
         compile_target=not options.eager_target,
-        answers="data",
-        taps=None,
         targets=options.targets,
         drafters=options.drafters,
-        layers=5,
         block_size=16,
-        prompt_length=options.length // 2,
-        response_length=options.length - options.length // 2,
-        sequences=1,
-        uses=1,
-        batch=1,
         anchors=options.anchors,
         chunk_blocks=options.chunk_blocks[0],
         attention=options.attention[0],
-        gamma=7.0,
         kl_weight=options.kl_weight,
-        gradient="in_forward",
         steps=options.steps,
-        optimizer="adamw",
-        lr=6e-4,
     )
     measured = Measured(options.warm_up, options.folder / RESULT)
     layouts: dict[str, Callable[[Config, Measured], None]] = {

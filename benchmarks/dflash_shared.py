@@ -30,12 +30,34 @@ if "--child=stock" in sys.argv:  # before the example decorates its functions
     safecompile.thread_safe_compile = stock  # type: ignore[assignment]
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "dflash"))
 
-from pipeline import Crew, Stopped  # noqa: E402  # from the example's folder
+from config import Config  # noqa: E402  # from the example's folder
+from pipeline import Crew, Stopped  # noqa: E402
 
 
 def tokens(vocabulary: int = VOCABULARY) -> Tensor:
     """Return what sequences are drawn from: random ids."""
     return torch.randint(2, vocabulary, (1_000_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+
+
+def config_of(length: int, **options: Any) -> Config:
+    """Return the example's options for what is timed: each sequence of ``length`` random tokens is read once and used for one step."""
+    return Config(
+        target_dtype="bfloat16",
+        autocast=True,
+        answers="data",
+        taps=None,
+        layers=5,
+        prompt_length=length // 2,
+        response_length=length - length // 2,
+        sequences=1,
+        uses=1,
+        batch=1,
+        gamma=7.0,
+        gradient="in_forward",
+        optimizer="adamw",
+        lr=6e-4,
+        **options,
+    )
 
 
 def first_line(error: BaseException) -> str:
