@@ -206,6 +206,9 @@ def in_a_process(case: Case) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if lines:
         result: dict[str, Any] = json.loads(lines[-1])
+        if done.returncode:
+            result["errors"][f"exit status {done.returncode} at the end"] = 1
+            result["first_error"] = result["first_error"] or done.stderr[-2000:]
         return result
     return {"errors": {f"exit status {done.returncode}": 1}, "first_error": done.stderr[-2000:], **_NOTHING}
 
