@@ -44,6 +44,11 @@ def no_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "wait", lambda device, events: None)
 
 
+def too_early(found: Callable[[], object], right: object) -> bool:
+    """Tell whether at least one of some tries finds something else: a GPU that is shared may be as late for both threads."""
+    return any(found() != right for _ in range(5))
+
+
 def in_threads(*bodies: Callable[[], object]) -> list[object]:
     """Run each in a thread with a stream of its own; the products' workspace and kernels are there before."""
     slow_ones()
@@ -80,7 +85,7 @@ def test_work_is_read_after_it_was_made() -> None:
 
 @pytest.mark.usefixtures("no_events")
 def test_work_is_read_too_early_without_events() -> None:
-    assert handed_over() != 4096
+    assert too_early(handed_over, 4096)
 
 
 def averaged() -> list[float]:
@@ -102,7 +107,7 @@ def test_gradients_are_averaged_after_they_were_made() -> None:
 
 @pytest.mark.usefixtures("no_events")
 def test_gradients_are_averaged_too_early_without_events() -> None:
-    assert max(averaged()) > 0
+    assert too_early(averaged, [0.0, 0.0])
 
 
 def read_late() -> float:
@@ -135,7 +140,7 @@ def test_memory_of_work_is_not_used_again_before_it_was_read() -> None:
 
 def test_memory_of_work_is_used_again_too_early_if_it_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "keep", lambda tensors: None)
-    assert read_late() != 2**22
+    assert too_early(read_late, 2**22)
 
 
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> float:
@@ -169,7 +174,7 @@ def test_weights_are_evaluated_after_they_were_made(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("no_events")
 def test_weights_are_evaluated_too_early_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert evaluated(monkeypatch) != 3 * 4096
+    assert too_early(lambda: evaluated(monkeypatch), 3 * 4096)
 
 
 def read_at_once() -> tuple[list[float], bool]:

@@ -78,7 +78,9 @@ def start(tiny_target: Path, text: Path, tmp_path_factory: pytest.TempPathFactor
         given = [*OPTIONS, "--target", f"{tiny_target}", "--text", f"{text}", "--drafters", f"{drafters}"]
         program = [f"{ROOT}/tests/dflash/node.py", f"{out}", json.dumps(faults), *given, "--run", f"{folder}", *options]
         launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", f"{restarts}"]
-        if agents:  # one for each node, as on machines of their own: none sees the others' processes end
+        if (
+            agents
+        ):  # one for each node, as on machines of their own: none sees the others' processes end, nor NCCL their GPU
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 place = f"127.0.0.1:{free.getsockname()[1]}"
@@ -97,10 +99,17 @@ def start(tiny_target: Path, text: Path, tmp_path_factory: pytest.TempPathFactor
             commands = [[*launch, "--standalone", "--nnodes", "1", "--nproc-per-node", f"{nodes}", "--", *program]]
         path = os.pathsep.join(filter(None, [str(ROOT), str(EXAMPLE), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
         with (out / "output").open("w") as output:
             begun = [
-                subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-                for command in commands
+                subprocess.Popen(
+                    command,
+                    stdout=output,
+                    stderr=output,
+                    env=environment | {"NCCL_HOSTID": f"machine-{number}"},
+                    start_new_session=True,
+                )
+                for number, command in enumerate(commands)
             ]
         try:
             for process in begun:
@@ -252,6 +261,31 @@ def test_the_others_end_and_say_which_node_was_killed_and_torchrun_goes_on_from_
     # torchrun interrupts node 0, which then saves all its steps, unless that is the one that was killed.
     assert re.search(r"resumes at step [3-6] of 8", again.output), again.output
     exact(again, whole(3, 1))
+
+
+ON_A_GPU = ("--device", "cuda:0", "--attention", "dense")
+
+
+@pytest.mark.gpu
+def test_nccl_gives_all_nodes_the_bits_of_one_another_and_nearly_those_of_one_process(
+    start: Start, tmp_path: Path
+) -> None:
+    several = start(2, 2, tmp_path / "several", *ON_A_GPU, agents=True)
+    assert status(several.folder) == "complete", several.output
+    weights = several.weights()
+    assert len(weights) == 4
+    assert all(each == weights[0] for each in weights)
+    alone = start(1, 4, tmp_path / "alone", *ON_A_GPU)
+    assert largest_difference(several.folder, alone.folder) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_node_whose_gpu_waits_for_a_killed_one_ends_and_says_which(start: Start, tmp_path: Path, killed: int) -> None:
+    ended = start(2, 2, tmp_path / "run", *ON_A_GPU, agents=True, kill=[killed, 5])
+    said = [line for line in ended.output.splitlines() if line.startswith(f"node {1 - killed}: stopped: ")]
+    assert len(said) == 1, ended.output
+    assert re.findall(r"node (\d) \(\S+, process \d+\) has died: its process was killed", said[0]) == [f"{killed}"]
 
 
 @pytest.mark.nodes
