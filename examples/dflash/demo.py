@@ -10,8 +10,14 @@ where ``--resume`` goes on. See README.md.
 
 from __future__ import annotations
 
-import json
 import os
+
+import interrupt
+
+if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may end this process while it imports, which takes seconds
+    interrupt.keep()
+
+import json
 import platform
 import sys
 import threading
@@ -42,7 +48,7 @@ from data import Conversations
 from display import Display
 from drafter import new_drafter
 from evaluator import Evaluator
-from interrupt import Interrupted, interruptible
+from interrupt import Interrupted, interruptible, kept_back
 from nodes import ALONE
 from pipeline import WorkerError
 from prepare import Prepared, checked, load_targets, prepare
@@ -390,7 +396,8 @@ def _main(arguments: list[str]) -> int:
             show_estimate(command.config, command.estimate_for)
             return 0
         members = nodes.join(command.config)
-        members.meet()
+        with kept_back() as interrupted:
+            members.meet(interrupted)
         if command.make_cache is not None:
             if members.count > 1:
                 raise ConfigError(

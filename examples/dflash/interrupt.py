@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+_received: list[int] = []
+_kept_back = threading.Event()
 
 
 class Interrupted(KeyboardInterrupt):
@@ -23,25 +29,48 @@ class Interrupted(KeyboardInterrupt):
         self.code = 128 + number
 
 
+def keep() -> None:
+    """Keep the first signal from now on, which is early in a program's imports, for the first `kept_back` to raise."""
+    _kept_back.set()
+    _listen()
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Inside, the first SIGINT or SIGTERM raises `Interrupted` in the main thread, which has to be this one; the second ends the
     process with that exit code, whatever it does.
     """
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if received:
-            os.write(2, b"\nstopped at once\n")  # not print: the interrupted code may hold the stream's lock
-            os._exit(128 + number)
-        received.append(number)
-        raise Interrupted(number)
-
-    # One that is ignored, as by nohup or for a background job of a script, stays ignored.
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in heard}
+    before = _listen()
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _received.clear()
+
+
+@contextmanager
+def kept_back() -> Iterator[Callable[[], bool]]:
+    """Inside, within `interruptible`, the first signal is kept until the end of the block; tell in the meantime whether one has come."""
+    _kept_back.set()
+    try:
+        yield lambda: bool(_received)
+    finally:
+        _kept_back.clear()
+    if _received:
+        raise Interrupted(_received[0])
+
+
+def _listen() -> dict[int, Any]:
+    # One that is ignored, as by nohup or for a background job of a script, stays ignored.
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, _handle) for number in heard}
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if _received:
+        os.write(2, b"\nstopped at once\n")  # not print: the interrupted code may hold the stream's lock
+        os._exit(128 + number)
+    _received.append(number)
+    if not _kept_back.is_set():
+        raise Interrupted(number)

@@ -63,8 +63,11 @@ class Nodes:
         """What a line for people begins with, to tell which node says it; nothing where there is one."""
         return ""
 
-    def meet(self) -> None:
+    def meet(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Meet the others; to be called once, in the main thread, before all else.
+
+        Args:
+            interrupted: tells whether this process is to end; the wait for the others is short then.
 
         Raises:
             NodeError: if one of them does not come.
@@ -230,12 +233,12 @@ class Connected(Nodes):
         """See `Nodes`."""
         return f"node {self.rank}: "
 
-    def meet(self) -> None:
+    def meet(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """See `Nodes`."""
         try:
             address = self._address()
             store = self._connect()
-            session = self._watch.meet(store, address)
+            session = self._watch.meet(store, address, interrupted)
             self._store = PrefixStore(session, store)
             group = PrefixStore(f"{session}/group", self._connect())
         except (OSError, dist.DistError) as error:

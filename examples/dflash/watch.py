@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,10 @@ GRACE = 15.0
 CONNECTED = 10.0
 """Seconds that torch may try to connect to a store that is there; it tries twice, with a pause between."""
 
+INTERRUPTED_WAITS = 15.0
+"""Seconds that a node which is interrupted before all have met waits for the others: torchrun interrupts when one has failed, which is
+then the one that does not come. It kills after 30 seconds, in which others may have to end their imports first."""
+
 _SLOW = 5.0
 """Seconds that a node which ends waits for the answer of another one."""
 
@@ -41,10 +46,10 @@ class NodeError(RuntimeError):
 
 
 class Watch:
-    """One node's watch over the others; a thread of its own does all the asking.
+    """One node's watch over the others; a thread of its own asks them, and another one sees that they answer.
 
     Attributes:
-        names: of the nodes that have been met, for errors.
+        names: of the nodes that were found, for errors.
         said: the last sign of life of each other node.
         failure: why this node has to end, in the words of the first reason; None while there is none.
 
@@ -73,11 +78,14 @@ class Watch:
         self._ended: str | None = None  # what this node says when it ends; nothing where all is done
         self._heard = False  # whether the main thread knows that this node has to end
         self._looks = 0
-        self._asking: tuple[int, float] | None = None  # which node is asked, since when; another tuple each time
+        self._asked: dict[
+            int, tuple[int, float]
+        ] = {}  # by thread: which node it asks, since when; another tuple each time
         self._hurry, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="nodes that answer", daemon=True)
 
-    def meet(self, store: Store, host: str) -> str:
+    def meet(self, store: Store, host: str, interrupted: Callable[[], bool] = lambda: False) -> str:
         """Find the others, and begin to watch each that is there; return a name that these processes, and no others, have for themselves.
 
         torchrun keeps its store when it starts processes again, with all keys of those before: only one that answers is there.
@@ -85,50 +93,59 @@ class Watch:
         Args:
             store: that all nodes share.
             host: this machine's address, for the others.
+            interrupted: tells whether this process is to end, for which there may be a reason that is known only here.
 
         Raises:
             NodeError: if one of them does not come.
         """
         since = time.monotonic()
-        self._own = server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        until = since + self._silence
+        try:
+            self._own = server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            raise NodeError(f"node {self._rank} cannot listen to the others: {error}") from error
         card = json.dumps([uuid.uuid4().hex, host, server.port, self.names[self._rank]])
         server.set(card, "")
         server.set("sign", json.dumps(self._sign()))
         store.set(f"here/{self._rank}", card)
         self._thread.start()
+        self._listener.start()
         cards = {self._rank: card}
         while missing := sorted(set(range(self._count)) - cards.keys()):
             for rank in missing:
                 if store.check([f"here/{rank}"]):
                     card = store.get(f"here/{rank}").decode()
-                    if client := _client(card):
+                    self.names.setdefault(rank, f"node {rank}")
+                    with self._asking(rank):
+                        client = _client(card)
+                    if client:
                         cards[rank], self.names[rank] = card, json.loads(card)[-1]
                         self._others[rank] = client
             self.check()
-            if time.monotonic() - since > self._silence:
+            if interrupted():
+                until = min(until, time.monotonic() + INTERRUPTED_WAITS)
+            if (now := time.monotonic()) > until:
                 self._fail(
-                    f"node {self._rank} has waited {self._silence:g} s for all {self._count} nodes to start, without node "
+                    f"node {self._rank} has waited {now - since:.0f} s for all {self._count} nodes to start, without node "
                     f"{' and '.join(map(str, missing))}: it was killed, or starts slowly, for which node_timeout can be raised"
+                    + (
+                        "; this one was interrupted meanwhile, as torchrun does when one has failed"
+                        if interrupted()
+                        else ""
+                    )
                 )
             time.sleep(0.05)
         return hashlib.sha256("".join(cards[rank] for rank in range(self._count)).encode()).hexdigest()
 
     def check(self) -> None:
         """Raise `NodeError` if another node has ended or does not answer."""
-        if (asking := self._stuck(self._silence)) is not None:
-            time.sleep(BEAT)  # this process itself may have been stopped for a while, and the answer be there
-            if self._asking is asking:
-                self._fail(
-                    f"{self.names[asking[0]]} has not answered for {self._silence:g} s: its machine has stopped or is cut off"
-                    + self._last(asking[0])
-                )
         if self.failure is not None:
             raise NodeError(self.failure)
 
     def look_again(self) -> None:
         """Wait for a look at all nodes that begins from now on, but not for a node that does not answer."""
         wanted = self._looks + 2  # one may be under way
-        while self._looks < wanted and self._thread.is_alive() and self._stuck(_SLOW) is None:
+        while self._looks < wanted and self._thread.is_alive() and self._unanswered(_SLOW) is None:
             self._hurry.set()
             time.sleep(0.01)
 
@@ -156,21 +173,26 @@ class Watch:
         self._own.set("sign", json.dumps(self._sign()))
         dead = []
         for rank, store in list(self._others.items()):
-            self._asking = rank, time.monotonic()
-            try:
-                if self._ended is not None:
-                    store.set(f"ended/{self._rank}", self._ended)
-                self.said[rank] = json.loads(store.get("sign"))  # an answer to what was set, too
-            except DistNetworkError:
+            if not self._ask(rank, store):
                 del self._others[rank]
                 if rank not in self._farewells():
                     dead.append(rank)
-        self._asking = None
         reasons = [f"{self.names[rank]} has died: its process was killed or crashed{self._last(rank)}" for rank in dead]
         if self._ended is None:
             reasons = reasons or list(filter(None, [*told.values(), self._overdue()]))[:1]
         if reasons:
             self._fail("; ".join(reasons))
+
+    def _ask(self, rank: int, store: Store) -> bool:
+        """Exchange what there is to say with a node; return whether its process is there."""
+        with self._asking(rank):
+            try:
+                if self._ended is not None:
+                    store.set(f"ended/{self._rank}", self._ended)
+                self.said[rank] = json.loads(store.get("sign"))  # an answer to what was set, too
+            except DistNetworkError:
+                return False
+        return True
 
     def _run(self) -> None:
         while not self._left.is_set():
@@ -182,9 +204,33 @@ class Watch:
             self._looks += 1  # also of one that failed: whoever waits for it would wait for ever
             self._hurry.wait(BEAT)
 
-    def _stuck(self, seconds: float) -> tuple[int, float] | None:
-        asking = self._asking
-        return asking if asking is not None and time.monotonic() - asking[1] > seconds else None
+    def _listen(self) -> None:
+        while not self._left.wait(BEAT):
+            self.give_up_silent()
+
+    def give_up_silent(self) -> None:
+        """Fail if a node has not answered for too long, whatever the main thread does."""
+        if (asked := self._unanswered(self._silence)) is not None:
+            time.sleep(BEAT)  # this process itself may have been stopped for a while, and the answer be there
+            if asked in list(self._asked.values()):
+                self._fail(
+                    f"{self.names[asked[0]]} has not answered for {self._silence:g} s: its machine has stopped or is cut off"
+                    + self._last(asked[0])
+                )
+
+    @contextmanager
+    def _asking(self, rank: int) -> Iterator[None]:
+        """Inside, this thread waits for a node."""
+        self._asked[threading.get_ident()] = rank, time.monotonic()
+        try:
+            yield
+        finally:
+            del self._asked[threading.get_ident()]
+
+    def _unanswered(self, seconds: float) -> tuple[int, float] | None:
+        """Return what a node has been asked for longer."""
+        now = time.monotonic()
+        return next((asked for asked in list(self._asked.values()) if now - asked[1] > seconds), None)
 
     def _farewells(self) -> dict[int, str]:
         """Return what nodes that end in order have said, those among them that this one has not met."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -244,8 +245,10 @@ def test_a_node_that_does_not_answer_is_given_up_after_a_silence_unless_this_one
     looks.start()
     unheard.asked.wait()
     now += SILENCE - 1
+    three[0].give_up_silent()
     three[0].check()
     now += 2
+    three[0].give_up_silent()
     try:
         if stopped:
             three[0].check()
@@ -255,6 +258,79 @@ def test_a_node_that_does_not_answer_is_given_up_after_a_silence_unless_this_one
     finally:
         unheard.answered.set()
         looks.join()
+
+
+def test_a_node_that_stops_answering_ends_a_process_whose_main_thread_waits_for_something_else() -> None:
+    """As inside an evaluation, or inside the connections of torch.distributed."""
+    result = run_forked(BUSY, [str(EXAMPLE)])
+    assert (result.rc, result.stdout) == (1, "met\n")
+    assert re.search(r"^node 0: stopped: node 1 \(.*\) has not answered for 2 s", result.stderr, re.MULTILINE)
+
+
+BUSY = """
+import subprocess, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from torch.distributed import HashStore
+import watch
+
+watch.GRACE = 0.1
+two = [watch.Watch(rank, 2, dict, lambda: None, 2.0) for rank in range(2)]
+store = HashStore()
+threads = [threading.Thread(target=each.meet, args=(store, "127.0.0.1")) for each in two]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+two[1].leave()
+
+class Silent:
+    set = get = lambda *_: threading.Event().wait()
+
+two[0]._others[1] = Silent()
+print("met", flush=True)
+time.sleep(60)
+print("went on")
+"""
+
+
+def test_a_node_that_stops_before_it_has_said_who_it_is_is_missed() -> None:
+    """Its machine accepts the connection, and no answer comes."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        store = HashStore()
+        store.set("here/1", json.dumps(["name", "127.0.0.1", deaf.getsockname()[1], "node 1 (there, process 7)"]))
+        node = make(0, 2, silence=1.0)
+        node._left.clear()
+        meeting = threading.Thread(target=node.meet, args=(store, "127.0.0.1"), daemon=True)
+        meeting.start()
+        while node.failure is None and meeting.is_alive():
+            time.sleep(0.01)
+        assert "node 1" in (node.failure or "")
+        node._heard = True
+        node.leave()
+
+
+def test_who_is_interrupted_before_all_have_met_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "INTERRUPTED_WAITS", 0.1)
+    store = HashStore()
+    missing = "^node 0 has waited 0 s for all 2 nodes to start, without node 1: .* this one was interrupted meanwhile"
+    with pytest.raises(NodeError, match=missing):
+        make(0, 2).meet(store, "127.0.0.1", lambda: True)
+
+
+def test_who_is_interrupted_before_all_have_met_still_meets_those_who_come() -> None:
+    store = HashStore()
+    two = [make(rank, 2) for rank in range(2)]
+    late = threading.Timer(0.2, two[1].meet, (store, "127.0.0.1"))
+    late.start()
+    assert two[0].meet(store, "127.0.0.1", lambda: True)
+    late.join()
+
+
+def test_a_node_that_cannot_listen_blames_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise DistNetworkError("too many open files")
+
+    monkeypatch.setattr(watch, "TCPStore", full)
+    with pytest.raises(NodeError, match=r"^node 0 cannot listen to the others: too many open files$"):
+        make(0).meet(HashStore(), "127.0.0.1")
 
 
 def test_processes_that_are_started_again_find_each_other_in_the_old_store_and_not_those_before() -> None:
