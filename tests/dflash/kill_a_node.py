@@ -6,7 +6,8 @@ Each node has a torchrun of its own, as on a machine of its own, and the default
 the kills the nodes are not started again by torchrun: the script measures how long the others take to end, looks for the error in which
 each of them names the killed node, and no other, and starts all again with the same command line. For the second half ``--max-restarts``
 does. A process is killed at a moment drawn evenly from the time that a whole run takes, or from its first ``--latest`` seconds, so that
-it may be importing, evaluating, training or saving.
+it may be importing, evaluating, training or saving. With ``--stop`` it is stopped with SIGSTOP in place, as if its machine were cut off,
+which no torchrun notices.
 
 Fails unless every survivor ends within 60 seconds with that error, every checkpoint that is there can be read, none is lost, and the run
 ends with the weights, optimizer state and losses of one that was never killed, bit for bit. Prints for each kill when it came, the errors,
@@ -102,9 +103,10 @@ def errors(said: str) -> list[str]:
 
 
 def blamed(error: str) -> set[int]:
-    """Return the nodes that an error says have died."""
+    """Return the nodes that an error says have died, or do not answer."""
     found = re.findall(
-        r"node (\d+) \(\S+, process \d+\) has died|without node (\d+):|node (\d+) has ended before all had met", error
+        r"node (\d+) \(\S+, process \d+\) has (?:died|not answered)|without node (\d+):|node (\d+) has ended before all had met",
+        error,
     )
     return {int(number) for numbers in found for number in numbers if number}
 
@@ -125,6 +127,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--nodes", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run (%(default)s)")
     parser.add_argument("--node-timeout", type=float, default=30.0, help="(%(default)s)")
+    parser.add_argument("--stop", action="store_true", help="stop processes in place of killing them")
     parser.add_argument("--latest", type=float, help="seconds after the start within which to kill (those of a run)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
     given = parser.parse_args(arguments)
@@ -162,9 +165,10 @@ def main(arguments: list[str]) -> None:
         latest = given.latest or whole
 
         kills, runs, slowest = 0, 0, 0.0
+        without_restarts = given.kills if given.stop else given.kills // 2
         while kills < given.kills:
-            folder, restarts = place / f"run-{runs}", 0 if kills < given.kills // 2 else given.kills
-            enough = given.kills if restarts else given.kills // 2
+            folder, restarts = place / f"run-{runs}", 0 if kills < without_restarts else given.kills
+            enough = given.kills if restarts else without_restarts
             runs += 1
             job = start(folder, restarts)
             before = [0] * given.nodes  # characters that each has said before the last kill
@@ -191,12 +195,14 @@ def main(arguments: list[str]) -> None:
                 where = rng.randrange(given.nodes)
                 rank = job.rank(workers[where])
                 before = [len(text) for text in job.said()]
-                os.kill(workers[where], signal.SIGKILL)
+                os.kill(workers[where], signal.SIGSTOP if given.stop else signal.SIGKILL)
                 moment, since = time.monotonic() - since, time.monotonic()
                 others = [worker for number, worker in enumerate(workers) if number != where]
                 while any(Path(f"/proc/{worker}").exists() for worker in others):
                     assert time.monotonic() - since <= WITHIN, "".join(job.said())
                     time.sleep(0.1)
+                if given.stop:
+                    os.kill(workers[where], signal.SIGKILL)
                 if complete(folder):  # nobody had to miss it any more
                     job.wait(WITHIN)
                     break
