@@ -108,7 +108,7 @@ def test_the_benchmark_of_a_gpu_for_each_thread_has_the_options_and_parts_that_a
     section = (EXAMPLE / "README.md").read_text().split("## A GPU for each thread")[1].split("\n## ")[0]
     lines = re.findall(r"^python benchmarks/dflash_devices\.py(.*)$", section, re.MULTILINE)
     tried = re.findall(r"`(--devices [^`]+)`", section)
-    assert (len(lines), len(tried)) == (2, 1)
+    assert (len(lines), len(tried)) == (2, 2)
     kinds = set(re.findall(r"\(`(\w+)`\)", section))
     for line in (*lines, *tried):
         options = dflash_devices.parser_of_options().parse_args([*shlex.split(line), "--devices=cpu"])
