@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import gc
 import importlib.util
 import inspect
+import re
 import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +51,44 @@ def benchmark() -> ModuleType:
 
 
 # -------------------------------------------------------------------------------------- what belongs to a thread (CPU)
+
+
+@pytest.mark.parametrize(
+    ("how", "left"), [("cuda_graphs._import_trees()", False), ("from torch._inductor import cudagraph_trees", True)]
+)
+def test_nothing_is_left_with_the_thread_that_is_the_first_to_import_the_trees(how: str, left: bool) -> None:
+    """Control: torch 2.11 frees once too often what its import leaves, and the process crashes later."""
+    program = f"""
+    import threading
+    import torch
+    from safecompile._patches import cuda_graphs
+
+    def first():
+        {how}
+        print(torch._C._is_key_in_tls("tree_manager_containers"))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    """
+    assert run_isolated(program).check().stdout == f"{left}\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
+def test_the_end_of_the_process_waits_for_the_last_of_threads_that_python_has_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited, numbers = threading.Event(), SimpleQueue[int]()
+
+    def last() -> None:  # Python knows nothing of it
+        numbers.put(threading.get_native_id())
+        waited.wait()
+
+    _thread.start_new_thread(last, ())
+    monkeypatch.setattr(cuda_graphs, "_stashed", {numbers.get(), threading.get_native_id()})
+    monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: waited.set()))
+    cuda_graphs._wait_for_the_end_of_threads()
+    assert waited.is_set()
 
 
 @pytest.fixture
@@ -760,8 +801,9 @@ def test_control_with_torch_alone_threads_get_the_same_random_numbers_or_fail() 
         """,
         timeout=240,
     )
-    assert result.stdout.startswith("recorded\n"), result.stderr
-    assert result.stdout != "recorded\n0 repeated\n"
+    assert not result.hung
+    assert re.match(r"recorded\n(failed|[1-9]\d* repeated)?\n?$", result.stdout), result.stderr
+    assert result.rc < 0 or result.stdout != "recorded\n"
 
 
 @pytest.mark.gpu

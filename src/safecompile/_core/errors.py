@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ArgumentChangedError",
-    "CheckpointRandomnessError",
-    "CompileInProgressError",
-    "ContextConflictError",
-    "LockTimeoutError",
-    "PatchMismatchError",
-    "PatchesInUseError",
-    "SafeCompileError",
-    "UnsupportedCallableError",
-    "WaitCycleError",
-    "WarmupTimeoutError",
-]
-
 
 class SafeCompileError(Exception):
     """Base class of the library's own errors."""

@@ -15,27 +15,6 @@ from typing import Any, TypeVar
 from safecompile._core.forks import lock_across_forks
 from safecompile._core.guarded import Guarded
 
-__all__ = [
-    "RESUME",
-    "Call",
-    "Calls",
-    "Compile",
-    "EagerRun",
-    "RecompileLimit",
-    "Wait",
-    "calls",
-    "clock",
-    "current",
-    "described",
-    "explain",
-    "forget_other_threads",
-    "publish",
-    "subscribe",
-    "unsubscribe",
-    "watched",
-    "write_log",
-]
-
 log = logging.getLogger("safecompile")
 
 _R = TypeVar("_R")

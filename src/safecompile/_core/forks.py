@@ -8,8 +8,6 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["lock_across_forks", "renew_property_locks"]
-
 
 def lock_across_forks() -> Any:
     """Return a reentrant lock that no other thread holds in the moment of a fork, so that what it guards is whole.

@@ -20,8 +20,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Gate", "LookAgain"]
-
 # A compiled entry is inserted some microseconds after the lock is released. One that is not there after
 # this many seconds never will be (the insertion raised); the next thread then compiles for itself.
 INSERTION_LIMIT = 10.0

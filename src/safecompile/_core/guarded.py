@@ -10,16 +10,6 @@ from typing import Literal
 
 from safecompile._core.forks import lock_across_forks
 
-__all__ = [
-    "WHEN_COMPILING",
-    "CallableStatistics",
-    "Guarded",
-    "WhenCompiling",
-    "count_so_far",
-    "statistics_of_all",
-    "warming",
-]
-
 WhenCompiling = Literal["wait", "eager", "error"]
 WHEN_COMPILING = ("wait", "eager", "error")
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-__all__ = ["FXTraceLock", "LockStatistics", "Waiter"]
-
 log = logging.getLogger("safecompile")
 
 # Seconds between two looks at whether the holder waits for the waiting thread.

@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 
 from safecompile._core.errors import WarmupTimeoutError
 
-__all__ = ["in_each_worker"]
-
 _R = TypeVar("_R")
 
 

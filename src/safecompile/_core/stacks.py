@@ -11,8 +11,6 @@ from types import FrameType
 
 from safecompile._core.forks import lock_across_forks
 
-__all__ = ["outwards", "stacks_of_others"]
-
 _looking = lock_across_forks()
 
 MOST_LOOKS = 100

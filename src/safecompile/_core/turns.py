@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from safecompile._core.errors import LockTimeoutError
 
-__all__ = ["Turn", "Turns"]
-
 
 class Turn:
     """A reentrant lock for what one thread at a time may do with a device. No wait for it is without limit."""

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 from safecompile._core.stacks import outwards, stacks_of_others
 
-__all__ = ["helpers", "waits_for"]
-
 
 class Hold(Protocol):
     """That a thread has the lock."""

@@ -23,9 +23,6 @@ from safecompile._patches.config import apply_config, capture_config
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
 
-__all__ = ["DirectCompiles", "LazyBackward"]
-
-
 _FORWARD = "safecompile_forward"
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from safecompile._core.errors import ArgumentChangedError
 from safecompile._patches.company import alone
 
-__all__ = ["Arguments"]
-
 # How many values are remembered; what is in bigger containers counts as unchanged.
 MOST_VALUES = 10_000
 

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode, TorchDispatchMod
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.random_numbers import RegionMode
 
-__all__ = ["CacheOrder", "converter_of", "entries", "entry_in", "has_entry", "remember"]
-
 # By the guard manager, for torch 2.6, whose entries do not tell.
 _backends: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from safecompile._core.stacks import stacks_of_others
 
-__all__ = ["Others", "alone"]
-
 # The engine's threads of a backward work for the thread that called it; one of execnet reads what pytest-xdist says.
 _HARMLESS = (
     "torch.autograd.",

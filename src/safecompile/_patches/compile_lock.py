@@ -11,8 +11,6 @@ from safecompile._core import events
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.point import PatchPoint
 
-__all__ = ["CompileLock", "compile_lock"]
-
 _own_lock: Any = None
 
 

@@ -28,8 +28,6 @@ from safecompile._patches.rewriting import (
     with_constants,
 )
 
-__all__ = ["AnomalyMode", "CompileState"]
-
 
 class CompileState(PatchPoint):
     """Lets a compile put back generators and settings only if no other thread can have changed them meanwhile."""

@@ -12,8 +12,6 @@ from safecompile._core.forks import lock_across_forks
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of, redirecting
 
-__all__ = ["CompiledAutograd"]
-
 
 class CompiledAutograd(PatchPoint):
     name = "compiled-autograd"

@@ -21,8 +21,6 @@ from safecompile._patches.point import PatchPoint
 from safecompile._patches.resume_functions import skip_frames_of
 from safecompile._patches.rewriting import Instead, codes_in, constant, parsed, rewritten, with_constants
 
-__all__ = ["CompiledCalls"]
-
 
 class _Installs(Protocol):
     def install(self) -> int: ...

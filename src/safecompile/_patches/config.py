@@ -12,8 +12,6 @@ from torch.utils import _config_module
 
 from safecompile._patches.point import PatchPoint
 
-__all__ = ["ConfigCaches", "ConfigValues", "apply_config", "capture_config"]
-
 _MODULES = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 
 _UNSET = getattr(_config_module, "_UNSET_SENTINEL", None)

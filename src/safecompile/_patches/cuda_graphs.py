@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import inspect
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any, cast
 
@@ -21,8 +24,6 @@ from safecompile._core.turns import Turns
 from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import codes_in
-
-__all__ = ["CudaGraphs", "recordings"]
 
 # Where benchmarks/cuda_graphs.py has counted no wrong result and no error: the beginnings of such versions, as "2.11.".
 # Everywhere else only one thread replays graphs.
@@ -58,6 +59,7 @@ class CudaGraphs(PatchPoint):
         return bool(torch.version.cuda or torch.version.hip)
 
     def mismatch(self) -> str | None:
+        _import_trees()
         from torch._dynamo import eval_frame
         from torch._inductor import compile_fx, cudagraph_trees, output_code
 
@@ -154,6 +156,17 @@ class CudaGraphs(PatchPoint):
         return False
 
 
+def _import_trees() -> None:
+    """Import torch's trees, but leave nothing of theirs with a thread that ends: torch 2.11 and older free it once too often then."""
+    stash = torch._C._stash_obj_in_tls
+    if threading.current_thread() is not threading.main_thread():
+        torch._C._stash_obj_in_tls = lambda *_: None
+    try:
+        from torch._inductor import cudagraph_trees  # noqa: F401
+    finally:
+        torch._C._stash_obj_in_tls = stash
+
+
 # What torch's function that runs a part keeps of its recordings, in older and in newer torch.
 _OF_A_THREAD: dict[str, Callable[[], Any]] = {"compiled_fn": lambda: None, "thread_local": threading.local}
 
@@ -201,12 +214,28 @@ _local = threading.local()
 _left: deque[_Thread] = deque()
 
 
+# System's numbers of the threads that torch keeps a `_Thread` for.
+_stashed: set[int] = set()
+
+
+@atexit.register
+def _wait_for_the_end_of_threads() -> None:
+    """Let threads end that Python has joined.
+
+    At its end torch takes the interpreter lock to free what a thread has, and aborts the process if the interpreter is ending.
+    """
+    until, alive = time.monotonic() + 1, {thread.native_id for thread in threading.enumerate()}
+    while time.monotonic() < until and any(Path(f"/proc/self/task/{one}").exists() for one in _stashed - alive):
+        time.sleep(0.001)
+
+
 def _here() -> _Thread:
     """Return what the calling thread has; in a backward, what the thread has that has called it."""
     if not torch._C._is_key_in_tls(_KEY):
         owner = _local.owner = getattr(_local, "owner", None) or _Owner()
         before = sys.getrefcount(owner.thread)
         torch._C._stash_obj_in_tls(_KEY, owner.thread)
+        _stashed.add(threading.get_native_id())
         if sys.getrefcount(owner.thread) == before:  # torch 2.11 and older give back what they have not taken
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner.thread))
     here: _Thread = torch._C._get_obj_in_tls(_KEY)

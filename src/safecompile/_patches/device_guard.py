@@ -8,8 +8,6 @@ import torch
 
 from safecompile._patches.point import PatchPoint
 
-__all__ = ["DeviceGuard"]
-
 
 class DeviceGuard(PatchPoint):
     """Lets a thread that does not end be the first to ask for the device guard, which is that thread's then."""

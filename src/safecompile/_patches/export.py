@@ -20,8 +20,6 @@ from safecompile._patches.per_call_settings import CallSettings
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import copy_of
 
-__all__ = ["Exports"]
-
 # Taken before any export can have replaced them.
 _MAX, _MIN = max, min
 

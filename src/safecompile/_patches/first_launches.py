@@ -14,8 +14,6 @@ from safecompile._core.forks import lock_across_forks
 from safecompile._core.turns import Turn, Turns
 from safecompile._patches.point import PatchPoint
 
-__all__ = ["FirstLaunches"]
-
 
 class FirstLaunches(PatchPoint):
     """Lets threads that launch a kernel first wait until one of them has tuned it. Later launches wait for nobody."""

@@ -25,8 +25,6 @@ from safecompile._core.forks import lock_across_forks
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.rewriting import copy_of, redirecting
 
-__all__ = ["FXPatches", "LazyGraphModules"]
-
 _ABSENT = cast("Any", object())
 _Key = tuple[int, str]
 

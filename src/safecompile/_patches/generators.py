@@ -10,8 +10,6 @@ import torch
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree is newer than torch 2.6
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["States", "default_generator", "default_generators", "moved", "tensors_in"]
-
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""

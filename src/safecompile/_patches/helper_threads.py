@@ -13,8 +13,6 @@ from safecompile._core.waits import Hold, helpers
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.thread_globals import EMPLOYER, ThreadGlobals
 
-__all__ = ["HelperThreads"]
-
 
 class HelperThreads(PatchPoint):
     name = "helper-threads"

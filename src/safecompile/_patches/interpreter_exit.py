@@ -17,8 +17,6 @@ import wrapt
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.point import PatchPoint
 
-__all__ = ["InterpreterExit"]
-
 # Seconds that a daemon thread in a compile gets to end: a C++ compiler that it waits for comes first.
 DAEMONS_LIMIT = 60.0
 

@@ -16,8 +16,6 @@ from safecompile._patches.company import alone
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.rewriting import codes_in, copy_of, redirecting
 
-__all__ = ["CallSettings", "FullgraphCalls", "Stance", "excuse_fullgraph_call"]
-
 
 class Stance(PatchPoint):
     name = "stance"

@@ -13,8 +13,6 @@ import wrapt
 
 from safecompile._core.stacks import outwards, stacks_of_others
 
-__all__ = ["PatchPoint", "threads_running"]
-
 _ABSENT = object()
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from safecompile._core.errors import CheckpointRandomnessError
 from safecompile._patches.generators import States, default_generator, default_generators, tensors_in
 
-__all__ = ["Draws", "Recording", "RegionMode", "Replay", "recompute_to_the_end"]
-
 _OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "inductor_prims", "_c10d_functional"})
 
 

@@ -31,8 +31,6 @@ from safecompile._patches.random_numbers import Draws, Recording, Replay, recomp
 from safecompile._patches.rewriting import copy_of, redirecting
 from safecompile._patches.running_as_it_is import regions
 
-__all__ = ["Region", "TorchCheckpoint"]
-
 # Which kind of generator a region drew from when it was last looked at, by what it runs.
 _known: dict[Any, Draws] = {}
 _MOST_KNOWN, _MOST_PARTS, _MOST_SEEN = 10_000, 64, 10_000

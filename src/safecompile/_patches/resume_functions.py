@@ -12,8 +12,6 @@ import torch
 from safecompile._core.gate import Gate, LookAgain
 from safecompile._patches.point import PatchPoint
 
-__all__ = ["RESUME_CODE", "ResumeFunctions", "skip_frames_of"]
-
 
 def skip_frames_of(code: CodeType) -> None:
     """Make Dynamo run frames of ``code`` as they are (but still look at what they call)."""

@@ -10,19 +10,6 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = [
-    "Instead",
-    "codes_in",
-    "constant",
-    "copy_of",
-    "functions_of",
-    "looked_up",
-    "parsed",
-    "redirecting",
-    "rewritten",
-    "with_constants",
-]
-
 
 def rewritten(module: ModuleType, names: Sequence[str], change: ast.NodeTransformer) -> Callable[[CodeType], CodeType]:
     """Apply ``change`` to the top-level statements of a module in which one of ``names`` stands.

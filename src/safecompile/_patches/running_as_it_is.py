@@ -10,8 +10,6 @@ from safecompile._core import events
 from safecompile._core.guarded import Guarded
 from safecompile._patches.per_call_settings import excuse_fullgraph_call
 
-__all__ = ["as_it_is", "can_run_once_as_it_is", "in_a_checkpoint", "regions", "run_once_as_it_is"]
-
 
 def can_run_once_as_it_is() -> bool:
     """Tell whether a frame can be run as it is this once: torch 2.6 would never compile its code then."""

@@ -8,8 +8,6 @@ from typing import Any
 from safecompile._core.lock import FXTraceLock
 from safecompile._patches.point import PatchPoint
 
-__all__ = ["SerialTraces"]
-
 
 class SerialTraces(PatchPoint):
     """Makes traces and compiles take turns, if they cannot be kept apart.

@@ -26,8 +26,6 @@ from safecompile._patches.point import PatchPoint
 from safecompile._patches.resume_functions import RESUME_CODE
 from safecompile._patches.running_as_it_is import as_it_is, can_run_once_as_it_is, in_a_checkpoint, run_once_as_it_is
 
-__all__ = ["SingleFlight"]
-
 # A miss that is one only for Dynamo's lookup (a guard that another thread's settings flip) must not go on for ever.
 MOST_TRIES = 100
 

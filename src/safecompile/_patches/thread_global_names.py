@@ -9,8 +9,6 @@ import torch.utils.checkpoint
 
 from safecompile._patches.thread_globals import InModule, Made, Own
 
-__all__ = ["THREAD_GLOBALS"]
-
 # None leaves it to the call; before torch 2.9 a call has no argument for it.
 _EARLY_STOP = None if "early_stop" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters else True
 

@@ -28,8 +28,6 @@ from safecompile._core.forks import lock_across_forks
 from safecompile._patches.point import PatchPoint, threads_running
 from safecompile._patches.rewriting import codes_in, constant, functions_of, rewritten, with_constants
 
-__all__ = ["EMPLOYER", "InModule", "Made", "Own", "ThreadGlobals"]
-
 # The name in a thread's storage of what it works for: another thread's hold of the lock, and that thread's storage.
 EMPLOYER = "employer"
 

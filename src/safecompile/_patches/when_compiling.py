@@ -16,8 +16,6 @@ from safecompile._patches.compiled_call import CompiledCalls
 from safecompile._patches.point import PatchPoint
 from safecompile._patches.running_as_it_is import can_run_once_as_it_is, in_a_checkpoint, run_once_as_it_is
 
-__all__ = ["WhenCompiling"]
-
 
 class WhenCompiling(PatchPoint):
     name = "when-compiling"
