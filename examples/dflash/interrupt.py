@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -30,9 +30,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def keep() -> None:
-    """Keep the first signal from now on, which is early in a program's imports, for the first `kept_back` to raise."""
+    """Keep a first SIGTERM from now on, which is early in a program's imports, for the first `kept_back` to raise."""
     _kept_back.set()
-    _listen()
+    _install([signal.SIGTERM])
 
 
 @contextmanager
@@ -40,18 +40,19 @@ def interruptible() -> Iterator[None]:
     """Inside, the first SIGINT or SIGTERM raises `Interrupted` in the main thread, which has to be this one; the second ends the
     process with that exit code, whatever it does.
     """
-    before = _listen()
+    before = _install(SIGNALS)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         _received.clear()
+        _kept_back.clear()
 
 
 @contextmanager
 def kept_back() -> Iterator[Callable[[], bool]]:
-    """Inside, within `interruptible`, the first signal is kept until the end of the block; tell in the meantime whether one has come."""
+    """Inside, within `interruptible`, a first SIGTERM is kept until the end of the block; tell in the meantime whether one has come."""
     _kept_back.set()
     try:
         yield lambda: bool(_received)
@@ -61,9 +62,9 @@ def kept_back() -> Iterator[Callable[[], bool]]:
         raise Interrupted(_received[0])
 
 
-def _listen() -> dict[int, Any]:
+def _install(numbers: Iterable[int]) -> dict[int, Any]:
     # One that is ignored, as by nohup or for a background job of a script, stays ignored.
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, _handle) for number in heard}
 
 
@@ -72,5 +73,5 @@ def _handle(number: int, frame: FrameType | None) -> None:
         os.write(2, b"\nstopped at once\n")  # not print: the interrupted code may hold the stream's lock
         os._exit(128 + number)
     _received.append(number)
-    if not _kept_back.is_set():
+    if number != signal.SIGTERM or not _kept_back.is_set():
         raise Interrupted(number)

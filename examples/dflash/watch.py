@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +74,8 @@ class Watch:
         self._rank, self._count = rank, count
         self._sign, self._overdue, self._silence = sign, overdue, silence
         self._own: Store  # in this process, from `meet` on
-        self._others: dict[int, Store] = {}  # clients of the others', which the thread alone uses
+        self._others: dict[int, Store] = {}  # clients of the others'
+        self._failing = threading.Lock()  # guards the first write of `failure` and what `_fail` says of it to others
         self._ended: str | None = None  # what this node says when it ends; nothing where all is done
         self._heard = False  # whether the main thread knows that this node has to end
         self._looks = 0
@@ -83,7 +84,7 @@ class Watch:
         ] = {}  # by thread: which node it asks, since when; another tuple each time
         self._hurry, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
-        self._listener = threading.Thread(target=self._listen, name="nodes that answer", daemon=True)
+        self._listener = threading.Thread(target=self._see_silence, name="nodes that answer", daemon=True)
 
     def meet(self, store: Store, host: str, interrupted: Callable[[], bool] = lambda: False) -> str:
         """Find the others, and begin to watch each that is there; return a name that these processes, and no others, have for themselves.
@@ -107,14 +108,17 @@ class Watch:
         card = json.dumps([uuid.uuid4().hex, host, server.port, self.names[self._rank]])
         server.set(card, "")
         server.set("sign", json.dumps(self._sign()))
-        store.set(f"here/{self._rank}", card)
         self._thread.start()
         self._listener.start()
+        self.names.setdefault(0, "node 0")  # whose machine keeps the store
+        with self._asking(0):
+            store.set(f"here/{self._rank}", card)
         cards = {self._rank: card}
         while missing := sorted(set(range(self._count)) - cards.keys()):
             for rank in missing:
-                if store.check([f"here/{rank}"]):
-                    card = store.get(f"here/{rank}").decode()
+                with self._asking(0):
+                    card = store.get(f"here/{rank}").decode() if store.check([f"here/{rank}"]) else ""
+                if card:
                     self.names.setdefault(rank, f"node {rank}")
                     with self._asking(rank):
                         client = _client(card)
@@ -127,11 +131,11 @@ class Watch:
             if (now := time.monotonic()) > until:
                 self._fail(
                     f"node {self._rank} has waited {now - since:.0f} s for all {self._count} nodes to start, without node "
-                    f"{' and '.join(map(str, missing))}: it was killed, or starts slowly, for which node_timeout can be raised"
+                    f"{' and '.join(map(str, missing))}: "
                     + (
-                        "; this one was interrupted meanwhile, as torchrun does when one has failed"
+                        "this one was interrupted meanwhile, which torchrun does when one has failed"
                         if interrupted()
-                        else ""
+                        else "it was killed, or starts slowly, for which node_timeout can be raised"
                     )
                 )
             time.sleep(0.05)
@@ -204,19 +208,37 @@ class Watch:
             self._looks += 1  # also of one that failed: whoever waits for it would wait for ever
             self._hurry.wait(BEAT)
 
-    def _listen(self) -> None:
-        while not self._left.wait(BEAT):
-            self.give_up_silent()
+    def _see_silence(self) -> None:
+        try:
+            while not self._left.wait(BEAT):
+                self.give_up_silent()
+        except Exception as error:  # as in `_run`
+            self._fail(f"node {self._rank} cannot watch the others: {error!r}")
 
     def give_up_silent(self) -> None:
         """Fail if a node has not answered for too long, whatever the main thread does."""
         if (asked := self._unanswered(self._silence)) is not None:
             time.sleep(BEAT)  # this process itself may have been stopped for a while, and the answer be there
             if asked in list(self._asked.values()):
-                self._fail(
+                why = (
                     f"{self.names[asked[0]]} has not answered for {self._silence:g} s: its machine has stopped or is cut off"
                     + self._last(asked[0])
                 )
+                self._tell(why)
+                self._fail(why)
+
+    def _tell(self, why: str) -> None:
+        """Tell the others why this node ends, past the thread that does so otherwise: it waits for the silent one."""
+
+        def tell(store: Store) -> None:
+            with suppress(RuntimeError):
+                store.set(f"ended/{self._rank}", why)
+
+        tellers = [threading.Thread(target=tell, args=(store,), daemon=True) for store in list(self._others.values())]
+        for teller in tellers:
+            teller.start()
+        for teller in tellers:
+            teller.join(BEAT)
 
     @contextmanager
     def _asking(self, rank: int) -> Iterator[None]:
@@ -241,11 +263,13 @@ class Watch:
         return f"; the last it said was: {self.said[rank]['doing']}" if rank in self.said else ""
 
     def _fail(self, why: str) -> None:
-        if self.failure is None:
-            self.failure = why
-            if self._ended is None:
-                self._ended = why
-                self._hurry.set()  # tells the others at once
+        with self._failing:
+            first = self.failure is None
+            if first:
+                self.failure = why
+                self._ended = why if self._ended is None else self._ended
+        if first:
+            self._hurry.set()  # tells the others at once
             timer = threading.Timer(GRACE, self._give_up)
             timer.daemon = True
             timer.start()

@@ -105,7 +105,7 @@ def errors(said: str) -> list[str]:
 def blamed(error: str) -> set[int]:
     """Return the nodes that an error says have died, or do not answer."""
     found = re.findall(
-        r"node (\d+) \(\S+, process \d+\) has (?:died|not answered)|without node (\d+):|node (\d+) has ended before all had met",
+        r"node (\d+)(?: \(\S+, process \d+\))? has (?:died|not answered)|without node (\d+):|node (\d+) has ended before all had met",
         error,
     )
     return {int(number) for numbers in found for number in numbers if number}

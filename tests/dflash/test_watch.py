@@ -268,13 +268,13 @@ def test_a_node_that_stops_answering_ends_a_process_whose_main_thread_waits_for_
 
 
 BUSY = """
-import subprocess, sys, threading, time
+import sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from torch.distributed import HashStore
 import watch
 
 watch.GRACE = 0.1
-two = [watch.Watch(rank, 2, dict, lambda: None, 2.0) for rank in range(2)]
+two = [watch.Watch(rank, 2, lambda: {"doing": "sleeps"}, lambda: None, 2.0) for rank in range(2)]
 store = HashStore()
 threads = [threading.Thread(target=each.meet, args=(store, "127.0.0.1")) for each in two]
 [thread.start() for thread in threads]
@@ -298,19 +298,42 @@ def test_a_node_that_stops_before_it_has_said_who_it_is_is_missed() -> None:
         store.set("here/1", json.dumps(["name", "127.0.0.1", deaf.getsockname()[1], "node 1 (there, process 7)"]))
         node = make(0, 2, silence=1.0)
         node._left.clear()
-        meeting = threading.Thread(target=node.meet, args=(store, "127.0.0.1"), daemon=True)
-        meeting.start()
-        while node.failure is None and meeting.is_alive():
-            time.sleep(0.01)
-        assert "node 1" in (node.failure or "")
         node._heard = True
-        node.leave()
+
+        def meeting() -> None:
+            with pytest.raises(NodeError):
+                node.meet(store, "127.0.0.1")
+
+        thread = threading.Thread(target=meeting)
+        thread.start()
+        while node.failure is None and thread.is_alive():
+            time.sleep(0.01)
+    node.leave()
+    thread.join()
+    assert re.match("node 1 has not answered for 1 s", node.failure or "")
+
+
+def test_others_hear_of_a_silence_from_the_node_that_gives_up(three: list[Watch]) -> None:
+    """Its asking thread waits for the silent one, and asks nobody else."""
+    unheard = Unheard()
+    three[0]._others = {1: unheard, 2: three[0]._others[2]}  # type: ignore[dict-item]
+    three[0]._silence, three[0]._heard = 0.0, True
+    looks = threading.Thread(target=three[0].look)
+    looks.start()
+    unheard.asked.wait()
+    three[0].give_up_silent()
+    assert blamed(three[0]) == [1]
+    three[2]._others = {}
+    three[2].look()
+    assert blamed(three[2]) == [1]
+    unheard.answered.set()
+    looks.join()
 
 
 def test_who_is_interrupted_before_all_have_met_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "INTERRUPTED_WAITS", 0.1)
     store = HashStore()
-    missing = "^node 0 has waited 0 s for all 2 nodes to start, without node 1: .* this one was interrupted meanwhile"
+    missing = "^node 0 has waited 0 s for all 2 nodes to start, without node 1: this one was interrupted meanwhile"
     with pytest.raises(NodeError, match=missing):
         make(0, 2).meet(store, "127.0.0.1", lambda: True)
 
