@@ -57,7 +57,7 @@ def benchmark() -> ModuleType:
     ("how", "left"), [("cuda_graphs._import_trees()", False), ("from torch._inductor import cudagraph_trees", True)]
 )
 def test_nothing_is_left_with_the_thread_that_is_the_first_to_import_the_trees(how: str, left: bool) -> None:
-    """Control: torch 2.11 frees once too often what its import leaves, and the process crashes later."""
+    """Control: torch 2.11 frees once too often what its import leaves; with newer torch, too, the end of the process may abort."""
     program = f"""
     import threading
     import torch
@@ -71,7 +71,10 @@ def test_nothing_is_left_with_the_thread_that_is_the_first_to_import_the_trees(h
     thread.start()
     thread.join()
     """
-    assert run_isolated(program).check().stdout == f"{left}\n"
+    result = run_isolated(program)
+    assert result.stdout == f"{left}\n"
+    if not left:
+        result.check()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
