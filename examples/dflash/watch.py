@@ -79,9 +79,8 @@ class Watch:
         self._ended: str | None = None  # what this node says when it ends; nothing where all is done
         self._heard = False  # whether the main thread knows that this node has to end
         self._looks = 0
-        self._asked: dict[
-            int, tuple[int, float]
-        ] = {}  # by thread: which node it asks, since when; another tuple each time
+        # By thread: which node it asks, since when; another tuple each time.
+        self._asked: dict[int, tuple[int, float]] = {}
         self._hurry, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._listener = threading.Thread(target=self._see_silence, name="nodes that answer", daemon=True)
