@@ -130,16 +130,11 @@ class DirectCompiles(PatchPoint):
         '"Duplicate pattern" and other errors of graphs that threads give to AOTAutograd or Inductor directly (E3)'
     )
     upstream = "torch/_functorch/aot_autograd.py, aot_module_simplified; torch/_inductor/compile_fx.py"
+    relies_on = ("torch._functorch.aot_autograd:aot_module_simplified",)
 
     def __init__(self, lock: FXTraceLock) -> None:
         super().__init__()
         self._lock = lock
-
-    def mismatch(self) -> str | None:
-        from torch._functorch import aot_autograd
-
-        has = hasattr(aot_autograd, "aot_module_simplified")
-        return None if has else "torch._functorch.aot_autograd has no aot_module_simplified"
 
     def apply(self) -> None:
         from torch._functorch import aot_autograd

@@ -78,9 +78,6 @@ class CacheOrder(PatchPoint):
         super().__init__()
         self._asked = _Asked()
 
-    def mismatch(self) -> str | None:
-        return None
-
     def apply(self) -> None:
         from torch._C._dynamo import eval_frame
         from torch._dynamo import convert_frame, guards

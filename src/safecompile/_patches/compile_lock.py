@@ -25,16 +25,11 @@ class CompileLock(PatchPoint):
     name = "compile-lock"
     protects = "waits for a compile that nobody can see the holder of, and that never end (D1)"
     upstream = "torch/_dynamo/convert_frame.py, compile_lock"
+    relies_on = ("torch._dynamo.convert_frame:compile_lock",)
 
     def __init__(self, lock: FXTraceLock) -> None:
         super().__init__()
         self._lock = lock
-
-    def mismatch(self) -> str | None:
-        from torch._dynamo import convert_frame
-
-        has_lock = hasattr(convert_frame, "compile_lock")
-        return None if has_lock else "torch._dynamo.convert_frame has no compile_lock"
 
     def apply(self) -> None:
         global _own_lock  # noqa: PLW0603  torch has one compile lock, too

@@ -38,18 +38,12 @@ class CompileState(PatchPoint):
         '"state changed while dynamo tracing" (S3)'
     )
     upstream = "torch/_dynamo/convert_frame.py, preserve_global_state; torch/_dynamo/utils.py, preserve_rng_state"
+    relies_on = ("torch._dynamo.convert_frame:preserve_global_state", "torch._dynamo.utils:preserve_rng_state")
     old_code_may_run = True
 
     def __init__(self) -> None:
         super().__init__()
         self._python = threading.local()
-
-    def mismatch(self) -> str | None:
-        from torch._dynamo import convert_frame, utils
-
-        if not hasattr(convert_frame, "preserve_global_state") or not hasattr(utils, "preserve_rng_state"):
-            return "torch._dynamo has no preserve_global_state or preserve_rng_state"
-        return None
 
     def apply(self) -> None:
         from torch._dynamo import convert_frame, output_graph, utils
@@ -145,9 +139,6 @@ class AnomalyMode(PatchPoint):
     )
     upstream = "torch/_functorch/_aot_autograd/graph_capture_wrappers.py, detect_anomaly"
     old_code_may_run = True
-
-    def mismatch(self) -> str | None:
-        return None
 
     def apply(self) -> None:
         package = "torch._functorch._aot_autograd"

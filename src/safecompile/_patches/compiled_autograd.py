@@ -17,6 +17,7 @@ class CompiledAutograd(PatchPoint):
     name = "compiled-autograd"
     protects = "backwards of other threads are compiled, fail, or stay compiled for good (E10; pytorch#135298)"
     upstream = "torch/_dynamo/compiled_autograd.py, _enable and _disable"
+    relies_on = ("torch._dynamo.compiled_autograd:_enable", "torch.autograd.graph:_engine_run_backward")
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,14 +25,6 @@ class CompiledAutograd(PatchPoint):
         self._guard = lock_across_forks()
         self._owner: threading.Thread | None = None
         self._depth = 0
-
-    def mismatch(self) -> str | None:
-        from torch._dynamo import compiled_autograd
-        from torch.autograd import graph
-
-        if not hasattr(compiled_autograd, "_enable") or not hasattr(graph, "_engine_run_backward"):
-            return "torch has no compiled_autograd._enable or no _engine_run_backward"
-        return None
 
     def apply(self) -> None:
         from torch._dynamo import compiled_autograd

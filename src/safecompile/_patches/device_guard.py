@@ -20,9 +20,6 @@ class DeviceGuard(PatchPoint):
         without_gpu = torch.version.cuda is not None and not torch.cuda.is_available()
         return without_gpu and hasattr(torch._C, "_ensureCUDADeviceGuardSet")
 
-    def mismatch(self) -> str | None:
-        return None
-
     def apply(self) -> None:
         if threading.current_thread() is threading.main_thread():
             torch._C._ensureCUDADeviceGuardSet()

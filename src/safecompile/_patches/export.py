@@ -30,6 +30,7 @@ class Exports(PatchPoint):
         "a model that is exported has fake parameters for other threads, strict exports look at each other's values for "
         "their guards, and fail where they meet in an operator (E3); a strict export frees what compiled calls of the same code use (C2)"
     )
+    relies_on = ("torch.export._trace:_export",)
     upstream = (
         "torch/export/_trace.py, _non_strict_export; torch/_guards.py, ChainedSource.get_value; torch/_ops.py; "
         "torch/_dynamo/eval_frame.py, export and remove_from_cache"
@@ -38,11 +39,6 @@ class Exports(PatchPoint):
     def __init__(self, fx: FXPatches, settings: CallSettings) -> None:
         super().__init__()
         self._fx, self._settings = fx, settings
-
-    def mismatch(self) -> str | None:
-        import torch.export._trace
-
-        return None if hasattr(torch.export._trace, "_export") else "torch.export._trace has no _export"
 
     def apply(self) -> None:
         import torch.export._trace

@@ -24,6 +24,11 @@ class FirstLaunches(PatchPoint):
         '"too many values to unpack", "\'NoneType\' object is not a mapping"'
     )
     upstream = "torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.run; triton/runtime/autotuner.py"
+    relies_on = (
+        "torch._inductor.runtime.triton_heuristics:CachingAutotuner.autotune_to_one_config",
+        "torch._inductor.runtime.triton_heuristics:CachingAutotuner.coordinate_descent_tuning",
+        "triton.runtime.autotuner:Autotuner.run",
+    )
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
@@ -34,13 +39,6 @@ class FirstLaunches(PatchPoint):
 
     def needed(self) -> bool:
         return bool(torch.version.cuda or torch.version.hip) and importlib.util.find_spec("triton") is not None
-
-    def mismatch(self) -> str | None:
-        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-        wanted = (CachingAutotuner, "autotune_to_one_config"), (CachingAutotuner, "coordinate_descent_tuning")
-        missing = [name for owner, name in (*wanted, (_autotuner(), "run")) if not hasattr(owner, name)]
-        return f"the autotuners have no {', '.join(missing)}" if missing else None
 
     def apply(self) -> None:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner

@@ -90,6 +90,10 @@ class FXPatches(PatchPoint):
         "ends takes away what another still needs (S4, S5, P1, E2, E3)"
     )
     upstream = "pytorch#112775; torch/fx/_symbolic_trace.py, _Patcher"
+    relies_on = tuple(
+        f"torch.fx._symbolic_trace:{name}"
+        for name in ("_Patcher", "_autowrap_check", "_create_wrapped_func", "_orig_module_call", "_orig_module_getattr")
+    )
 
     def __init__(self, skip_frames_of: Callable[[CodeType], None]) -> None:
         """``skip_frames_of`` keeps Dynamo from compiling the dispatcher in threads that are inside compiled code."""
@@ -101,13 +105,6 @@ class FXPatches(PatchPoint):
         self._guard = lock_across_forks()
         self._places: dict[_Key, tuple[int, Callable[[], None]]] = {}
         self._classes: dict[tuple[ModuleType, type], type] = {}
-
-    def mismatch(self) -> str | None:
-        from torch.fx import _symbolic_trace as fx
-
-        names = ("_Patcher", "_autowrap_check", "_create_wrapped_func", "_orig_module_call", "_orig_module_getattr")
-        missing = [name for name in names if not hasattr(fx, name)]
-        return f"torch.fx._symbolic_trace has no {', '.join(missing)}" if missing else None
 
     # From torch 2.14 on nothing in `trace` itself is replaced; still no patches may come or go in the middle of one.
     def replaced_code(self) -> set[CodeType]:
@@ -249,17 +246,12 @@ class LazyGraphModules(PatchPoint):
     name = "lazy-graph-code"
     protects = "threads that call a compiled graph first make its code at the same time: NameError (E4)"
     upstream = "torch/fx/_lazy_graph_module.py, real_recompile"
+    relies_on = ("torch.fx._lazy_graph_module:_LazyGraphModule.real_recompile",)
 
     def __init__(self) -> None:
         super().__init__()
         # Held while Python code is made of a graph, which calls nothing of the user's and compiles nothing.
         self._making = lock_across_forks()
-
-    def mismatch(self) -> str | None:
-        from torch.fx import _lazy_graph_module as lazy
-
-        missing = not hasattr(lazy._LazyGraphModule, "real_recompile")
-        return "torch.fx._lazy_graph_module._LazyGraphModule has no real_recompile" if missing else None
 
     def apply(self) -> None:
         from torch.fx import _lazy_graph_module as lazy

@@ -27,9 +27,6 @@ class HelperThreads(PatchPoint):
     def needed(self) -> bool:
         return self._flags.active
 
-    def mismatch(self) -> str | None:
-        return None
-
     def apply(self) -> None:
         self.wrap(threading.Thread, "start", self._start)
         self.wrap(concurrent.futures.ThreadPoolExecutor, "submit", self._submit)

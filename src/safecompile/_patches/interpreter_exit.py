@@ -25,14 +25,12 @@ class InterpreterExit(PatchPoint):
     name = "interpreter-exit"
     protects = 'a compile dies of "cannot schedule new futures after interpreter shutdown" when main ends (D3)'
     upstream = "diffusers#3764; torch/_inductor/async_compile.py, AsyncCompile.submit"
+    relies_on = ("threading:_register_atexit",)
 
     def __init__(self, lock: FXTraceLock) -> None:
         super().__init__()
         self._lock = lock
         self._registered = self._exiting = False
-
-    def mismatch(self) -> str | None:
-        return None if hasattr(threading, "_register_atexit") else "threading has no _register_atexit"
 
     def apply(self) -> None:
         if not self._registered:

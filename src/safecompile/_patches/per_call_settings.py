@@ -21,18 +21,13 @@ class Stance(PatchPoint):
     name = "stance"
     protects = "set_stance in one thread decides for all, and is left behind by out-of-order exits (S7, P2)"
     upstream = "torch/_dynamo/eval_frame.py, _set_stance"
+    relies_on = ("torch._dynamo.eval_frame:_set_stance", "torch._dynamo.eval_frame:_stance")
 
     def __init__(self) -> None:
         super().__init__()
         self._guard = lock_across_forks()
         self._default: Any = None
         self._own: dict[int, Any] = {}
-
-    def mismatch(self) -> str | None:
-        from torch._dynamo import eval_frame
-
-        has = hasattr(eval_frame, "_set_stance") and hasattr(eval_frame, "_stance")
-        return None if has else "torch._dynamo.eval_frame has no _set_stance"
 
     def apply(self) -> None:
         from torch._dynamo import eval_frame
@@ -81,9 +76,6 @@ class FullgraphCalls(PatchPoint):
         from torch._dynamo import eval_frame
 
         return hasattr(eval_frame, "set_eval_frame_override") or _count_is_the_processes()
-
-    def mismatch(self) -> str | None:
-        return None
 
     def apply(self) -> None:
         from torch._dynamo import eval_frame
@@ -148,6 +140,7 @@ class CallSettings(PatchPoint):
         "`dynamic=` of one thread's calls, and exports, decide how others compile, and stay in the configuration (S7)"
     )
     upstream = "torch/utils/_config_module.py, _make_closure_patcher"
+    relies_on = ("torch._dynamo.config:_make_closure_patcher",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,13 +151,6 @@ class CallSettings(PatchPoint):
 
         # From torch 2.12 on each thread has a configuration of its own.
         return not hasattr(vars(config)["_config"]["automatic_dynamic_shapes"].user_override, "get")
-
-    def mismatch(self) -> str | None:
-        from torch._dynamo import config
-
-        return (
-            None if hasattr(config, "_make_closure_patcher") else "Dynamo's configuration has no _make_closure_patcher"
-        )
 
     def apply(self) -> None:
         from torch._dynamo import config

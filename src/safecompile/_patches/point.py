@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -30,6 +31,8 @@ class PatchPoint(ABC):
     """What goes wrong in torch without it."""
     upstream: str
     """The public report, or the torch source file that shows the cause."""
+    relies_on: tuple[str, ...] = ()
+    """What has to be there, as ``"module:name"``."""
     old_code_may_run = False
     """Whether threads inside replaced code do no harm, and the installation need not wait for them."""
 
@@ -38,9 +41,10 @@ class PatchPoint(ABC):
         self._changes: list[tuple[Any, str, Any, Any]] = []
         self._switches: list[list[bool]] = []
 
-    @abstractmethod
     def mismatch(self) -> str | None:
         """Say what this torch lacks that the point relies on, or ``None`` if it matches."""
+        missing = [name.replace(":", ".") for name in self.relies_on if not _is_there(name)]
+        return f"there is no {', '.join(missing)}" if missing else None
 
     def needed(self) -> bool:
         """Tell whether this torch has the fault at all."""
@@ -105,6 +109,14 @@ class PatchPoint(ABC):
     def replacing_code(self) -> set[CodeType]:
         """Return the code that threads inside changed functions run."""
         return {new for _, name, _, new in self._changes if name == "__code__"}
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
 
 
 def _get(owner: Any, name: str) -> Any:

@@ -102,6 +102,10 @@ class RecompileBudget(PatchPoint):
     name = "recompile-budget"
     protects = "threads, replicas and devices use up one recompile limit; later shapes run eagerly in silence (S9)"
     upstream = "pytorch#177355; torch/_dynamo/cache_size.py"
+    relies_on = tuple(
+        f"torch._dynamo.convert_frame:{name}"
+        for name in ("CatchErrorsWrapper", "ConvertFrameAssert", "compute_cache_size")
+    )
 
     def __init__(self, calls: CompiledCalls) -> None:
         super().__init__()
@@ -114,13 +118,8 @@ class RecompileBudget(PatchPoint):
     def mismatch(self) -> str | None:
         from torch._dynamo import convert_frame
 
-        names = ("CatchErrorsWrapper", "ConvertFrameAssert", "compute_cache_size")
-        missing = [name for name in names if not hasattr(convert_frame, name)]
-        if not (
-            hasattr(convert_frame, "exceeds_recompile_limit") or hasattr(convert_frame, "exceeds_cache_size_limit")
-        ):
-            missing.append("exceeds_recompile_limit")
-        return f"torch._dynamo.convert_frame has no {', '.join(missing)}" if missing else None
+        known = any(hasattr(convert_frame, name) for name in ("exceeds_recompile_limit", "exceeds_cache_size_limit"))
+        return super().mismatch() if known else "torch._dynamo.convert_frame has no exceeds_recompile_limit"
 
     def apply(self) -> None:
         from torch._dynamo import convert_frame

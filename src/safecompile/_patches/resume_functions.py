@@ -24,16 +24,11 @@ class ResumeFunctions(PatchPoint):
     name = "resume-functions"
     protects = "what follows a graph break is compiled by every thread that gets there (E4)"
     upstream = "torch/_dynamo/output_graph.py, install_global_unsafe"
+    relies_on = ("torch._dynamo.output_graph:OutputGraph.install_global_unsafe",)
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
         self._gate = gate
-
-    def mismatch(self) -> str | None:
-        from torch._dynamo.output_graph import OutputGraph
-
-        has_method = hasattr(OutputGraph, "install_global_unsafe")
-        return None if has_method else "torch._dynamo.output_graph.OutputGraph has no install_global_unsafe"
 
     def apply(self) -> None:
         from torch._dynamo.codegen import PyCodegen

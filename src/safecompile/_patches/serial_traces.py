@@ -27,9 +27,6 @@ class SerialTraces(PatchPoint):
     def needed(self) -> bool:
         return bool(self._mismatches)
 
-    def mismatch(self) -> str | None:
-        return None
-
     def apply(self) -> None:
         import torch.export
         from torch.fx.experimental import proxy_tensor

@@ -42,6 +42,11 @@ class SingleFlight(PatchPoint):
     name = "single-flight"
     protects = "N threads that make one first call compile it up to N times (E4)"
     upstream = "pytorch#123177; torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
+    relies_on = (
+        "torch._dynamo.convert_frame:CatchErrorsWrapper",
+        "torch._dynamo.convert_frame:ConvertFrameAssert",
+        "torch._C._dynamo.eval_frame:_debug_get_cache_entry_list",
+    )
 
     def __init__(
         self,
@@ -57,19 +62,6 @@ class SingleFlight(PatchPoint):
         self._codes: list[CodeType] = []
         self._skipped: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()  # by id; in torch 2.6
         self._most_codes = 64
-
-    def mismatch(self) -> str | None:
-        from torch._C._dynamo import eval_frame
-        from torch._dynamo import convert_frame
-
-        for owner, name in (
-            (convert_frame, "CatchErrorsWrapper"),
-            (convert_frame, "ConvertFrameAssert"),
-            (eval_frame, "_debug_get_cache_entry_list"),
-        ):
-            if not hasattr(owner, name):
-                return f"{owner.__name__} has no {name}"
-        return None
 
     def apply(self) -> None:
         from torch._dynamo import convert_frame, decorators, guards

@@ -21,17 +21,12 @@ class WhenCompiling(PatchPoint):
     name = "when-compiling"
     protects = "requests wait for the compile of another thread (when_compiling=)"
     upstream = "torch/_dynamo/convert_frame.py, CatchErrorsWrapper.__call__"
+    relies_on = ("torch._dynamo.convert_frame:CatchErrorsWrapper",)
 
     def __init__(self, lock: FXTraceLock, calls: CompiledCalls, begins: Callable[[FrameType], bool]) -> None:
         """``begins`` tells whether nothing of a guarded call has run yet, seen from a frame of Dynamo's callback."""
         super().__init__()
         self._lock, self._calls, self._begins = lock, calls, begins
-
-    def mismatch(self) -> str | None:
-        from torch._dynamo import convert_frame
-
-        has = hasattr(convert_frame, "CatchErrorsWrapper")
-        return None if has else "torch._dynamo.convert_frame has no CatchErrorsWrapper"
 
     def apply(self) -> None:
         from torch._dynamo import convert_frame
