@@ -12,6 +12,7 @@ Needs a GPU. Each case is a process of its own, since a failed recording can lea
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -43,6 +44,8 @@ class Case:
     calls: int
     training: bool = False
     own_streams: bool = True
+    new_streams: bool = False
+    """A stream of its own for each call, of the 32 that torch hands out in turn."""
     graphs: bool = True
     breaks: bool = False
     timed: bool = False
@@ -56,7 +59,7 @@ class Case:
     def __str__(self) -> str:
         who = "torch alone" if not self.library else "safecompile" if self.each_thread else "safecompile as it is"
         work = "training" if self.training else "forward"
-        streams = "own streams" if self.own_streams else "default stream"
+        streams = "new streams" if self.new_streams else "own streams" if self.own_streams else "default stream"
         return f"{who}, {'graphs' if self.graphs else 'no graphs'}, {work}, {self.threads} threads, {streams}"
 
 
@@ -131,6 +134,12 @@ def measure(case: Case) -> dict[str, Any]:
         first = first or traceback.format_exc()[-2000:]
         errors[f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"] += 1
 
+    def one_call(work: Work, turn: int) -> None:
+        results = work.results(call, turn)
+        if not case.timed:
+            work.check(results, turn)
+        work.done += 1
+
     def calls(work: Work) -> None:
         stream = torch.cuda.Stream() if case.own_streams else torch.cuda.default_stream()
         with torch.cuda.stream(stream):
@@ -141,11 +150,12 @@ def measure(case: Case) -> dict[str, Any]:
                     together.wait()
                     work.seconds = -time.perf_counter()
                 try:
-                    results = work.results(call, turn)
-                    if not case.timed:
-                        work.check(results, turn)
-                    del results
-                    work.done += 1
+                    if case.new_streams:  # what the last call has begun is over
+                        with torch.cuda.stream(torch.cuda.Stream()):
+                            one_call(work, turn)
+                            torch.cuda.current_stream().synchronize()
+                    else:
+                        one_call(work, turn)
                 except Exception as error:
                     note(error)
                     if errors.total() > 20 * case.threads:
@@ -154,11 +164,16 @@ def measure(case: Case) -> dict[str, Any]:
             work.seconds += time.perf_counter()
 
     def beside() -> None:
-        matrix = torch.randn(512, 512, device="cuda")
+        matrix, widths = torch.randn(64, 1 << 14, device="cuda"), itertools.cycle(range(1 << 12, 1 << 14, 8))
+
+        def matmul() -> torch.Tensor:  # of shapes for which cuBLAS adds up parts in its workspace
+            columns = matrix[:, : next(widths)]
+            return columns @ columns.T
+
         act: dict[str, Callable[[], object]] = {
             "synchronize": torch.cuda.synchronize,
             "empty_cache": torch.cuda.empty_cache,
-            "matmul": lambda: matrix @ matrix,
+            "matmul": matmul,
         }
         try:
             while not over.wait(0.0005):

@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.util
 import inspect
+import pickle
 import re
 import sys
 import threading
@@ -54,7 +55,7 @@ def benchmark() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("how", "left"), [("cuda_graphs._import_trees()", False), ("from torch._inductor import cudagraph_trees", True)]
+    ("how", "left"), [("cuda_graphs.import_trees()", False), ("from torch._inductor import cudagraph_trees", True)]
 )
 def test_nothing_is_left_with_the_thread_that_is_the_first_to_import_the_trees(how: str, left: bool) -> None:
     """Control: torch 2.11 frees once too often what its import leaves; with newer torch, too, the end of the process may abort."""
@@ -234,6 +235,57 @@ def test_a_step_marked_before_the_patches_are_installed_counts() -> None:
         of_torch.mark_step_counter = 0
 
 
+def test_a_replay_on_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[int, int, int]] = []
+
+    class Stream:
+        def __init__(self, device: int, number: int) -> None:
+            self.device, self.number = device, number
+
+        def wait_stream(self, other: Stream) -> None:
+            waits.append((self.device, self.number, other.number))
+
+    current = {0: 0, 1: 0}
+    monkeypatch.setattr(cuda_graphs, "_number_of_stream", lambda device: current[device])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, current[device]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 9)
+    here = cuda_graphs._Thread()
+    for device, number in [(0, 0), (0, 7), (1, 8), (0, 9), (0, 7), (0, 0), (1, 8)]:
+        current[device] = number
+        here.follow(device)
+    assert waits == [(0, 7, 0), (0, 0, 7)]  # 9 is one that the caller captures on, which must not wait for others
+
+
+@pytest.mark.usefixtures("nobody_has_left")
+def test_what_was_recorded_is_not_replayed_after_an_uninstallation() -> None:
+    """torch alone frees the cuBLAS workspaces that the graphs use."""
+    (point,) = (one for one in patches.points if one.name == "cuda-graphs")
+    in_a_thread(cuda_graphs._here)
+    point.install()
+    try:
+        before = cuda_graphs._here()
+        assert cuda_graphs._here() is before
+    finally:
+        point.restore()
+    assert cuda_graphs._here() is not before
+    gc.collect()
+    assert not cuda_graphs._left
+
+
+@pytest.mark.usefixtures("other_thread", "nobody_has_left")
+def test_a_backward_is_looked_up_in_inductors_cache(
+    generator: Generator, installed_point: list[tuple[str, int, Any]]
+) -> None:
+    """It is hashed with what its forward has left in the box; what cannot be pickled is compiled anew in each process."""
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+
+    boxes = [BoxedDeviceIndex(None) for _ in range(2)]
+    for box in boxes:
+        post_compiled(Code(generator), box, backward=False)
+    assert vars(boxes[0]).keys() > {"value"}
+    assert pickle.dumps(boxes[0]) == pickle.dumps(boxes[1])
+
+
 def test_each_thread_has_a_copy_of_torchs_function_that_has_recorded_nothing() -> None:
     from torch._inductor import compile_fx
 
@@ -327,6 +379,7 @@ class Model:
 def generator(monkeypatch: pytest.MonkeyPatch) -> Generator:
     generator = Generator()
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(cuda_graphs, "_number_of_stream", lambda device: None)
     return generator
 
 
@@ -573,10 +626,10 @@ def measured(test: Any) -> Any:
 @pytest.mark.hang_timeout(300)
 @measured
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
-@pytest.mark.parametrize(("threads", "own_streams"), [(2, True), (4, False), (8, True)])
-def test_no_result_is_wrong_and_no_call_fails(threads: int, own_streams: bool, training: bool) -> None:
+@pytest.mark.parametrize(("threads", "streams"), [(2, "own"), (4, "default"), (8, "own"), (8, "new"), (40, "own")])
+def test_no_result_is_wrong_and_no_call_fails(threads: int, streams: str, training: bool) -> None:
     bench = benchmark()
-    case = bench.Case(True, threads, 200, training, own_streams)
+    case = bench.Case(True, threads, 200, training, streams == "own", streams == "new")
     result = bench.in_a_process(case)
     assert (result["calls"], result["wrong"], result["errors"]) == (200 * threads, 0, {}), result["first_error"]
     assert result["replays"] > 0.9 * 200 * threads * (1 + training)
@@ -631,6 +684,49 @@ def tensors(number: int, *, grad: bool = False, device: str = "cuda") -> tuple[t
     generator = torch.Generator(device).manual_seed(number)
     x = torch.randn(64, 64, device=device, generator=generator)
     return x, (torch.randn(64, 64, device=device, generator=generator) / 8).requires_grad_(grad)
+
+
+STREAMS_IN_TURN = """
+import torch
+from safecompile import thread_safe_compile
+from safecompile._patches import cuda_graphs
+{control}
+
+def function(x, w):
+    for _ in range(20):
+        x = x @ w
+    return x
+
+call = thread_safe_compile(function, mode="reduce-overhead")
+w = torch.linalg.qr(torch.randn(1024, 1024, device="cuda")).Q
+inputs = [torch.randn(1024, 1024, device="cuda") for _ in range(32)]
+wants = [function(x, w) for x in inputs]
+streams = [torch.cuda.Stream() for _ in range(2)]
+torch.cuda.synchronize()
+with torch.cuda.stream(streams[0]):
+    for x in inputs[:4]:
+        call(x, w)
+torch.cuda.synchronize()
+outputs = []
+for n, x in enumerate(inputs):
+    with torch.cuda.stream(streams[n % 2]):
+        outputs.append(call(x, w).clone())
+torch.cuda.synchronize()
+print(all(torch.allclose(output, want, atol=1e-2) for output, want in zip(outputs, wants)))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.hang_timeout(300)
+@measured
+@pytest.mark.parametrize(
+    ("control", "right"),
+    [("", True), ("cuda_graphs._Thread.follow = lambda *_: None", False)],
+    ids=["library", "control"],
+)
+def test_a_thread_may_change_its_stream_between_calls(control: str, right: bool) -> None:
+    """Control: the next replay begins on the other stream while the one before still runs, in the same memory."""
+    assert run_isolated(STREAMS_IN_TURN.format(control=control)).check().stdout == f"{right}\n"
 
 
 @pytest.mark.gpu
@@ -888,4 +984,6 @@ def test_a_thread_for_each_device_records_its_own_graphs() -> None:
 @pytest.mark.gpu
 def test_the_patch_is_installed_on_this_torch() -> None:
     safecompile.install(strict=True)
-    assert {"cuda-graphs", "first-launches"} <= {point.name for point in patches.points if point.active}
+    assert {"capture-streams", "cuda-graphs", "first-launches"} <= {
+        point.name for point in patches.points if point.active
+    }

@@ -20,6 +20,7 @@ ONLY_SOME_NEED = {
     "config-caches": TORCH >= (2, 12),
     # 2.6 and 2.8 do not ask for the guard; builds without CUDA, and machines with a GPU, have no such fault.
     "device-guard": TORCH >= (2, 9) and torch.version.cuda is not None and not torch.cuda.is_available(),
+    "capture-streams": torch.version.cuda is not None,
     "cuda-graphs": FOR_A_GPU,
     "first-launches": FOR_A_GPU and importlib.util.find_spec("triton") is not None,
     "serial-traces": False,  # in the place of points that do not match

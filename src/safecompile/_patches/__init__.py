@@ -19,6 +19,7 @@ from safecompile._core.stacks import outwards
 from safecompile._core.turns import Turns
 from safecompile._patches.aot_autograd import DirectCompiles, LazyBackward
 from safecompile._patches.cache_entries import CacheOrder
+from safecompile._patches.capture_streams import CaptureStreams
 from safecompile._patches.compile_lock import CompileLock, compile_lock
 from safecompile._patches.compile_state import AnomalyMode, CompileState
 from safecompile._patches.compiled_autograd import CompiledAutograd
@@ -95,7 +96,8 @@ class Patches:
             CompiledAutograd(),
             ConfigCaches(),
             FirstLaunches(turns),
-            CudaGraphs(turns),
+            CaptureStreams(),
+            CudaGraphs(turns),  # its turns are around what the streams' point does
             SerialTraces(fx_trace_lock, self._mismatches),
         )
         self._guard = lock_across_forks()  # made after the points' own, which are taken under it

@@ -47,34 +47,34 @@ class CudaGraphs(PatchPoint):
         "while other threads use the device (S8)"
     )
     upstream = "pytorch#123177, pytorch#184357; torch/_inductor/cudagraph_trees.py; compile_fx.py, cudagraphify"
+    relies_on = (
+        "torch._dynamo.eval_frame:install_generation_tagging_init",
+        "torch._inductor.output_code:cudagraph_post_compile",
+        *(
+            f"torch._inductor.cudagraph_trees:{name}"
+            for name in ("GenerationTracker", "MarkStepBox", "get_manager", "get_obj")
+        ),
+        "torch._inductor.cudagraph_trees:CUDAGraphTreeManager.set_to_running_backward",
+    )
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
         self._turns = turns
         self._compiling = threading.local()
-        self.each_thread = torch.__version__.startswith(MEASURED)
+        self.each_thread = torch.__version__.startswith(MEASURED) and not torch.version.hip
         self._warned = False
 
     def needed(self) -> bool:
         return bool(torch.version.cuda or torch.version.hip)
 
     def mismatch(self) -> str | None:
-        _import_trees()
-        from torch._dynamo import eval_frame
-        from torch._inductor import compile_fx, cudagraph_trees, output_code
+        import_trees()
+        from torch._inductor.compile_fx import cudagraphify
 
-        wanted: dict[Any, tuple[str, ...]] = {
-            eval_frame: ("install_generation_tagging_init",),
-            compile_fx: ("cudagraphify",),
-            output_code: _POST_COMPILES[:1],
-            cudagraph_trees: ("GenerationTracker", "MarkStepBox", "get_manager", "get_obj"),
-            cudagraph_trees.CUDAGraphTreeManager: ("record_function", "run_eager", "set_to_running_backward"),
-        }
-        missing = [name for owner, names in wanted.items() for name in names if not hasattr(owner, name)]
-        makes: Any = inspect.unwrap(compile_fx.cudagraphify) if not missing else None
-        if makes and not any(_OF_A_THREAD.keys() & {*code.co_freevars} for code in codes_in(makes.__code__)):
-            missing = ["place for what a thread has recorded"]
-        return f"torch's trees of CUDA graphs have no {', '.join(missing)}" if missing else None
+        codes = codes_in(cast("Any", inspect.unwrap(cudagraphify)).__code__)
+        if not any(_OF_A_THREAD.keys() & {*code.co_freevars} for code in codes):
+            return "torch's cudagraphify has no place for what a thread has recorded"
+        return super().mismatch()
 
     def apply(self) -> None:
         from torch._dynamo import eval_frame
@@ -99,6 +99,11 @@ class CudaGraphs(PatchPoint):
             for name in names:
                 if hasattr(torch._C, name):
                     self.wrap(torch._C, name, wrapper)
+
+    def restore(self) -> None:
+        super().restore()
+        vars(self).pop("_only", None)
+        _forget()
 
     def after_fork(self) -> None:
         self._turns.clear()
@@ -126,7 +131,7 @@ class CudaGraphs(PatchPoint):
         # A forward and its backward share one; older torch has it in the graph.
         given = ((one, getattr(one, "boxed_forward_device_index", None)) for one in (*args, *kwargs.values()))
         box: Any = next((one for pair in given for one in pair if isinstance(one, BoxedDeviceIndex)), _Pair())
-        self._compiling.pair = vars(box).setdefault(_KEY, _Pair())
+        self._compiling.pair = vars(box).setdefault("safecompile_pair", _Pair())
         try:
             return post_compile(*args, **kwargs)
         finally:
@@ -156,7 +161,7 @@ class CudaGraphs(PatchPoint):
         return False
 
 
-def _import_trees() -> None:
+def import_trees() -> None:
     """Import torch's trees, but leave nothing of theirs with a thread that ends: torch 2.11 and older free it once too often then."""
     stash = torch._C._stash_obj_in_tls
     if threading.current_thread() is not threading.main_thread():
@@ -178,6 +183,10 @@ def _with_graphs_of_its_own(run: FunctionType) -> FunctionType:
     return FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, cells)
 
 
+_number_of_stream: Callable[[int], int | None] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: None)
+_NO_STREAM: tuple[int | None, torch.cuda.Stream | None] = None, None
+
+
 class _Thread:
     """What a thread has, and takes over from one that has ended."""
 
@@ -186,6 +195,8 @@ class _Thread:
         self.tree_manager_containers: dict[int, Any] = {}
         self.tree_manager_locks: dict[int, Any] = defaultdict(threading.Lock)
         self.generation = 0
+        self.streams: dict[int, tuple[int | None, torch.cuda.Stream | None]] = {}
+        """Those of its latest replays on each device."""
         self.entries: weakref.WeakKeyDictionary[_Graphs, _Entry] = weakref.WeakKeyDictionary()
         self.forwards: weakref.WeakKeyDictionary[_Pair, _Forward] = weakref.WeakKeyDictionary()
         self.recordings = 0
@@ -193,6 +204,15 @@ class _Thread:
     def manager(self, device: int) -> Any:
         """Return the tree manager for a device, if there is one."""
         return getattr(self.tree_manager_containers.get(device), "tree_manager", None)
+
+    def follow(self, device: int) -> None:
+        """Let what comes on another stream than the replay before wait for it, and for what uses its outputs there."""
+        number, (before, stream) = _number_of_stream(device), self.streams.get(device, _NO_STREAM)
+        if number != before and not torch.cuda.is_current_stream_capturing():
+            now = torch.cuda.current_stream(device)
+            if stream is not None:
+                now.wait_stream(stream)
+            self.streams[device] = number, now
 
     def idle(self) -> bool:
         """Tell whether nobody has an output any more: a replay's does not own its memory."""
@@ -257,6 +277,13 @@ def _taken_over() -> _Thread | None:
     return None
 
 
+def _forget() -> None:
+    """Let each thread begin anew: without the patches torch frees what the graphs that were recorded with them work with."""
+    global _KEY, _local
+    _KEY, _local = f"{_KEY}'", threading.local()
+    _left.clear()  # and those that have just lost their owners
+
+
 def recordings() -> int:
     """Return how many steps towards calls that only replay the calling thread has made."""
     return _here().recordings if torch._C._is_key_in_tls(_KEY) else 0
@@ -298,6 +325,9 @@ class _Pair:
 
     def __init__(self) -> None:
         self.forward, self.backward = _Draws(), _Draws()
+
+    def __reduce__(self) -> Any:  # Inductor hashes what it is attached to, to look a backward up in its cache
+        return _Pair, ()
 
 
 @dataclass
@@ -348,6 +378,7 @@ class _Graphs:
         entry = here.entries.get(self) or self._enter(here)
         if entry.begun and not self._draws.unknown and (entry.forward.graphed or not self._backward):
             entry.forward.graphed = True
+            here.follow(self._device)
             return entry.graphs(inputs)
         return self._run_seldom(here, entry, inputs)
 
@@ -360,6 +391,7 @@ class _Graphs:
         if entry.graphs and may_replay and (entry.forward.graphed or not self._backward):
             entry.begun = entry.forward.graphed = True
             with self._turns[self._device]:  # makes the thread's memory pool
+                here.follow(self._device)
                 torch._C._set_cached_tensors_enabled(True)  # a reset while nothing was installed has switched it off
                 return entry.graphs(inputs)
         if not self._backward:
