@@ -148,10 +148,10 @@ class Container:
 
 @pytest.mark.usefixtures("nobody_has_left")
 def test_each_thread_has_its_own_and_one_that_has_ended_leaves_it_to_the_next() -> None:
-    mine = cuda_graphs._here()
-    first = in_a_thread(cuda_graphs._here)
-    assert first is not mine and cuda_graphs._here() is mine
-    assert in_a_thread(cuda_graphs._here) is first
+    mine = cuda_graphs.calling_thread()
+    first = in_a_thread(cuda_graphs.calling_thread)
+    assert first is not mine and cuda_graphs.calling_thread() is mine
+    assert in_a_thread(cuda_graphs.calling_thread) is first
 
 
 @pytest.mark.usefixtures("nobody_has_left")
@@ -161,18 +161,18 @@ def test_it_is_not_left_to_another_thread_while_outputs_are_in_use(monkeypatch: 
     node = Node(dead=False)
 
     def record() -> Any:
-        here = cuda_graphs._here()
+        here = cuda_graphs.calling_thread()
         here.tree_manager_containers[3] = Container(Manager(node))
         return here
 
     first = in_a_thread(record)
-    second = in_a_thread(cuda_graphs._here)
+    second = in_a_thread(cuda_graphs.calling_thread)
     assert second is not first and waited == []
     node.dead = True
     together = threading.Barrier(2)
 
     def take() -> Any:
-        here = cuda_graphs._here()
+        here = cuda_graphs.calling_thread()
         together.wait(60)
         return here
 
@@ -185,7 +185,7 @@ def test_a_thread_takes_over_what_the_last_one_has_left() -> None:
     older, last = cuda_graphs._Thread(), cuda_graphs._Thread()
     cuda_graphs._left.extend([older, last])
     for _ in range(3):
-        assert in_a_thread(cuda_graphs._here) is last
+        assert in_a_thread(cuda_graphs.calling_thread) is last
 
 
 @pytest.mark.usefixtures("nobody_has_left")
@@ -199,12 +199,12 @@ def test_a_call_of_another_thread_ends_no_step_of_mine() -> None:
     (point,) = (one for one in patches.points if one.name == "cuda-graphs")
     point.install()  # where torch is made for a CPU, too
     try:
-        mine, of_torch = cuda_graphs._here().generation, GenerationTracker.generation
+        mine, of_torch = cuda_graphs.calling_thread().generation, GenerationTracker.generation
         run_threads([lambda: compiled(x)])
         assert GenerationTracker.generation > of_torch
-        assert cuda_graphs._here().generation == mine
+        assert cuda_graphs.calling_thread().generation == mine
         compiled(x)
-        assert cuda_graphs._here().generation == mine + 1
+        assert cuda_graphs.calling_thread().generation == mine + 1
         from torch._inductor import cudagraph_trees
 
         run_threads([torch.compiler.cudagraph_mark_step_begin])
@@ -212,7 +212,7 @@ def test_a_call_of_another_thread_ends_no_step_of_mine() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         assert cudagraph_trees.CUDAGraphTreeManager.get_curr_generation() == -1
     finally:
-        vars(cuda_graphs._here())["mark_step_counter"] = 0
+        vars(cuda_graphs.calling_thread())["mark_step_counter"] = 0
         point.restore()
 
 
@@ -237,39 +237,65 @@ def test_a_step_marked_before_the_patches_are_installed_counts() -> None:
 
 def test_a_replay_on_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[tuple[int, int, int]] = []
+    whole: list[int] = []
+    destroyed, capturing = 5, 9
 
     class Stream:
         def __init__(self, device: int, number: int) -> None:
             self.device, self.number = device, number
 
         def wait_stream(self, other: Stream) -> None:
+            if other.number == destroyed and other is not self:
+                raise RuntimeError("CUDA error: context is destroyed")
             waits.append((self.device, self.number, other.number))
 
     current = {0: 0, 1: 0}
     monkeypatch.setattr(cuda_graphs, "_number_of_stream", lambda device: current[device])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, current[device]))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 9)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", whole.append)
     here = cuda_graphs._Thread()
-    for device, number in [(0, 0), (0, 7), (1, 8), (0, 9), (0, 7), (0, 0), (1, 8)]:
+    used = [(0, 0), (0, 7), (1, 8), (0, capturing), (0, 7), (0, 0), (1, 8), (1, destroyed), (1, 4), (1, 4), (1, 8)]
+    for device, number in used:
         current[device] = number
         here.follow(device)
-    assert waits == [(0, 7, 0), (0, 0, 7)]  # 9 is one that the caller captures on, which must not wait for others
+    firsts = [(0, 0, 0), (1, 8, 8)]
+    assert [one for one in waits if one not in firsts] == [(0, 7, 0), (0, 0, 7), (1, destroyed, 8), (1, 8, 4)]
+    assert whole == [1]  # instead of a wait for a stream that its maker has destroyed
 
 
 @pytest.mark.usefixtures("nobody_has_left")
-def test_what_was_recorded_is_not_replayed_after_an_uninstallation() -> None:
-    """torch alone frees the cuBLAS workspaces that the graphs use."""
+def test_what_was_recorded_is_not_replayed_after_an_uninstallation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch alone frees the cuBLAS workspaces that the graphs use. Graphs stay that somebody has an output of."""
     (point,) = (one for one in patches.points if one.name == "cuda-graphs")
-    in_a_thread(cuda_graphs._here)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    node = Node(dead=False)
+
+    def record(node: Node | None) -> Any:
+        here = cuda_graphs.calling_thread()
+        here.tree_manager_containers[0] = Container(Manager(node))
+        return here
+
+    mine, used, unused = record(None), in_a_thread(lambda: record(node)), in_a_thread(lambda: record(None))
     point.install()
     try:
-        before = cuda_graphs._here()
-        assert cuda_graphs._here() is before
+        assert cuda_graphs.calling_thread() is mine
     finally:
         point.restore()
-    assert cuda_graphs._here() is not before
-    gc.collect()
-    assert not cuda_graphs._left
+    assert used.tree_manager_containers and not unused.tree_manager_containers
+    assert cuda_graphs.calling_thread() not in (mine, used, unused)
+    other = in_a_thread(cuda_graphs.calling_thread)
+    assert other not in (mine, used, unused)
+    assert used.tree_manager_containers and not mine.tree_manager_containers
+    node.dead = True
+    together = threading.Barrier(2)
+
+    def begin() -> None:
+        cuda_graphs.calling_thread()
+        together.wait(60)
+
+    run_threads([begin] * 2)  # one of them finds what `other` has left, and one looks further
+    assert not used.tree_manager_containers
 
 
 @pytest.mark.usefixtures("other_thread", "nobody_has_left")
@@ -338,7 +364,7 @@ class Code:
 
     def graphs(self, here: Any) -> Callable[[list[Any]], list[Any]]:
         def run(inputs: list[Any]) -> list[Any]:
-            assert cuda_graphs._here() is here
+            assert cuda_graphs.calling_thread() is here
             self.ran.append(("graph", threading.get_ident()))
             return inputs
 
@@ -458,7 +484,7 @@ def test_a_backward_without_graphs_tells_the_forward_of_its_own_thread(generator
 
     def steps() -> None:
         manager = managers[threading.get_ident()] = Manager()
-        cuda_graphs._here().tree_manager_containers[0] = Container(manager)
+        cuda_graphs.calling_thread().tree_manager_containers[0] = Container(manager)
         for _ in range(3):
             model.step()
 
@@ -466,7 +492,7 @@ def test_a_backward_without_graphs_tells_the_forward_of_its_own_thread(generator
         steps()
         in_a_thread(steps)
     finally:
-        cuda_graphs._here().tree_manager_containers.clear()
+        cuda_graphs.calling_thread().tree_manager_containers.clear()
         cuda_graphs._left.clear()
     assert model.how() == (["code"] + ["graph"] * 5, ["code"] * 6)
     assert [manager.backwards for manager in managers.values()] == [2, 3]
@@ -479,14 +505,14 @@ def test_on_a_torch_that_nobody_measured_one_thread_has_graphs_and_the_others_ar
     monkeypatch.setattr(torch, "__version__", "2.12.0")
     monkeypatch.setattr(cuda_graphs, "MEASURED", ("2.11.",))
     point = cuda_graphs.CudaGraphs(Turns(lambda: 60.0))
-    assert point._may_have_graphs(cuda_graphs._here())
+    assert point._may_have_graphs(cuda_graphs.calling_thread())
     with pytest.warns(RuntimeWarning, match="nobody has measured CUDA graphs of several threads on torch 2.12.0"):
-        assert run_threads([lambda: point._may_have_graphs(cuda_graphs._here())]) == [False]
-    assert point._may_have_graphs(cuda_graphs._here())
+        assert run_threads([lambda: point._may_have_graphs(cuda_graphs.calling_thread())]) == [False]
+    assert point._may_have_graphs(cuda_graphs.calling_thread())
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     measured = cuda_graphs.CudaGraphs(Turns(lambda: 60.0))
-    assert measured._may_have_graphs(cuda_graphs._here())
-    assert run_threads([lambda: measured._may_have_graphs(cuda_graphs._here())]) == [True]
+    assert measured._may_have_graphs(cuda_graphs.calling_thread())
+    assert run_threads([lambda: measured._may_have_graphs(cuda_graphs.calling_thread())]) == [True]
 
 
 def test_a_warm_up_calls_until_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,7 +580,7 @@ def installed_point(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     point.install()
     yield runs
     point.restore()
-    cuda_graphs._here().tree_manager_containers.clear()
+    cuda_graphs.calling_thread().tree_manager_containers.clear()
 
 
 @pytest.mark.usefixtures("other_thread", "nobody_has_left")
@@ -597,9 +623,9 @@ def test_a_backward_that_cannot_be_recorded_tells_the_forward_of_the_thread_that
 
     def run() -> int:
         manager = Manager()
-        cuda_graphs._here().tree_manager_containers[0] = Container(manager)
+        cuda_graphs.calling_thread().tree_manager_containers[0] = Container(manager)
         backward([])
-        cuda_graphs._here().tree_manager_containers.clear()
+        cuda_graphs.calling_thread().tree_manager_containers.clear()
         return manager.backwards
 
     assert [run(), in_a_thread(run)] == [1, 1]
@@ -757,7 +783,7 @@ def test_a_thread_takes_over_the_graphs_of_one_that_has_ended() -> None:
     want = layers(x, w)
 
     def compute() -> int:
-        before = cuda_graphs._here().recordings  # of those before it, too
+        before = cuda_graphs.calling_thread().recordings  # of those before it, too
         for _ in range(5):
             torch.testing.assert_close(call(x, w), want, atol=1e-3, rtol=1e-3)
         return cuda_graphs.recordings() - before

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -15,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from safecompile._patches.cuda_graphs import import_trees
+from safecompile._patches.cuda_graphs import calling_thread, import_trees
 from safecompile._patches.point import PatchPoint
 
 _NAME = "safecompile_stream"
@@ -56,10 +54,10 @@ class CaptureStreams(PatchPoint):
         for recorder in _recorders():
             names = (_NAME if name == "Stream" else name for name in recorder.__code__.co_names)
             self.recode(recorder, recorder.__code__.replace(co_names=(*names,)))
+        self._clear_one = None if self._kept else _clear_of_a_stream()
         for name in _STEPS:
             self.wrap(CUDAGraphTreeManager, name, self._record)
         self.wrap(torch._C, "_cuda_clearCublasWorkspaces", self._clear)
-        self._clear_one = _clear_of_a_stream()
 
     def _record(self, record: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -> Any:
         if self._kept:
@@ -85,46 +83,32 @@ def _recorders() -> list[FunctionType]:
     return cast("list[FunctionType]", [cudagraph_trees.CUDAGraphTreeManager.__init__, compile_fx.cudagraphify_impl])
 
 
-# The streams that are gone, of each device. Whoever uses one again waits for the device before.
-_left: defaultdict[int, list[int | None]] = defaultdict(list)
+def own_stream() -> torch.cuda.Stream:
+    """Return the calling thread's stream of the current device, which is none of those that torch hands out.
 
-
-class _Stream(torch.cuda.ExternalStream):
-    """One that is used again when it is gone: torch makes weak references to streams, but does not call them back."""
-
-    handle: int | None
-    left: list[int | None]
-
-    def __del__(self) -> None:
-        self.left.append(self.handle)
-
-
-def own_stream() -> _Stream:
-    """Return a stream of the current device that is none of those which torch hands out.
+    Its graphs use what cuBLAS keeps for it, and so it is left to another thread only with them.
 
     Raises:
         RuntimeError: CUDA makes none.
     """
-    device, made = torch.cuda.current_device(), ctypes.c_void_p()
-    try:
-        made.value = _left[device].pop()
-    except IndexError:
-        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    device, streams = torch.cuda.current_device(), calling_thread().capture_streams
+    if device not in streams:
+        driver, made = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"), ctypes.c_void_p()
         status = driver.cuStreamCreate(ctypes.byref(made), 1)  # as torch's own, it does not wait for the default stream
         if status:
-            raise RuntimeError(f"CUDA makes no stream to record graphs on: cuStreamCreate returned {status}.") from None
-    stream: _Stream = cast("Any", _Stream)(made.value, device)
-    stream.handle, stream.left = made.value, _left[device]
-    return stream
+            raise RuntimeError(f"CUDA makes no stream to record graphs on: cuStreamCreate returned {status}.")
+        streams[device] = cast("Any", torch.cuda.ExternalStream)(made.value, device)
+    return streams[device]
 
 
 def _take_workspaces(stream: torch.cuda.Stream) -> None:
     """Let cuBLAS and cuBLASLt have what the calling thread works with on a stream, if they have not."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream), torch.no_grad(), _disable_current_modes():
         cast("Any", torch.cuda.current_blas_handle)()
         square = torch.zeros(16, 16, dtype=torch.float16, device=stream.device)
-        # Raises where deterministic algorithms are asked for without the setting that they need, as any product would.
-        with contextlib.suppress(RuntimeError):
+        # Where deterministic algorithms are asked for without the setting that they need, no product can be computed.
+        if torch.get_deterministic_debug_mode() < 2 or "CUBLAS_WORKSPACE_CONFIG" in os.environ:  # noqa: PLR2004
             torch.addmm(square[0], square, square)
 
 

@@ -84,7 +84,7 @@ class CudaGraphs(PatchPoint):
         for name in _POST_COMPILES:
             if hasattr(output_code, name):
                 self.wrap(output_code, name, self._post_compile)
-        self.replace(cudagraph_trees, "get_obj", lambda _, name: vars(_here())[name])
+        self.replace(cudagraph_trees, "get_obj", lambda _, name: vars(calling_thread())[name])
         # A reset by one thread says that no tensors are cached any more, and torch asserts it of those of others.
         self.replace(cudagraph_trees, "_set_cached_tensors_enabled", lambda _: None)
         self.wrap(cudagraph_trees, "get_manager", _get_manager)
@@ -110,7 +110,7 @@ class CudaGraphs(PatchPoint):
 
     def _record(self, record: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -> Any:
         with self._turns[manager.device_index]:
-            _here().recordings += 1
+            calling_thread().recordings += 1
             return record(*args, **kwargs)
 
     def _synchronize(self, synchronize: Callable[..., None], _: Any, args: Any, kwargs: Any) -> None:
@@ -184,7 +184,6 @@ def _with_graphs_of_its_own(run: FunctionType) -> FunctionType:
 
 
 _number_of_stream: Callable[[int], int | None] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: None)
-_NO_STREAM: tuple[int | None, torch.cuda.Stream | None] = None, None
 
 
 class _Thread:
@@ -195,6 +194,9 @@ class _Thread:
         self.tree_manager_containers: dict[int, Any] = {}
         self.tree_manager_locks: dict[int, Any] = defaultdict(threading.Lock)
         self.generation = 0
+        self.key = _KEY
+        self.capture_streams: dict[int, torch.cuda.Stream] = {}
+        """One for each device. As long as this lives, no other thread records on them."""
         self.streams: dict[int, tuple[int | None, torch.cuda.Stream | None]] = {}
         """Those of its latest replays on each device."""
         self.entries: weakref.WeakKeyDictionary[_Graphs, _Entry] = weakref.WeakKeyDictionary()
@@ -207,11 +209,13 @@ class _Thread:
 
     def follow(self, device: int) -> None:
         """Let what comes on another stream than the replay before wait for it, and for what uses its outputs there."""
-        number, (before, stream) = _number_of_stream(device), self.streams.get(device, _NO_STREAM)
+        number, (before, stream) = _number_of_stream(device), self.streams.get(device, (None, None))
         if number != before and not torch.cuda.is_current_stream_capturing():
             now = torch.cuda.current_stream(device)
-            if stream is not None:
-                now.wait_stream(stream)
+            try:
+                now.wait_stream(stream or now)
+            except RuntimeError:  # its maker has destroyed it
+                torch.cuda.synchronize(device)
             self.streams[device] = number, now
 
     def idle(self) -> bool:
@@ -249,17 +253,24 @@ def _wait_for_the_end_of_threads() -> None:
         time.sleep(0.001)
 
 
-def _here() -> _Thread:
+def calling_thread() -> _Thread:
     """Return what the calling thread has; in a backward, what the thread has that has called it."""
-    if not torch._C._is_key_in_tls(_KEY):
-        owner = _local.owner = getattr(_local, "owner", None) or _Owner()
-        before = sys.getrefcount(owner.thread)
-        torch._C._stash_obj_in_tls(_KEY, owner.thread)
+    here = _stashed_here()
+    if here is None:
+        if getattr(_local, "owner", None) is None or _local.owner.thread.key != _KEY:
+            _local.owner = _Owner()
+        here = cast("_Thread", _local.owner.thread)
+        before = sys.getrefcount(here)
+        torch._C._stash_obj_in_tls(here.key, here)
         _stashed.add(threading.get_native_id())
-        if sys.getrefcount(owner.thread) == before:  # torch 2.11 and older give back what they have not taken
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner.thread))
-    here: _Thread = torch._C._get_obj_in_tls(_KEY)
+        if sys.getrefcount(here) == before:  # torch 2.11 and older give back what they have not taken
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(here))
     return here
+
+
+def _stashed_here() -> _Thread | None:
+    key = _KEY  # an uninstallation may change it meanwhile
+    return cast("_Thread", torch._C._get_obj_in_tls(key)) if torch._C._is_key_in_tls(key) else None
 
 
 def _taken_over() -> _Thread | None:
@@ -268,41 +279,46 @@ def _taken_over() -> _Thread | None:
             thread = _left.pop()  # the last one: what it called is what its successor is about to call
         except IndexError:  # another thread was quicker
             return None
-        if thread.idle():
+        if thread.idle() and thread.key != _KEY:
+            thread.tree_manager_containers.clear()
+            thread.entries.clear()
+        elif thread.idle():
             vars(thread).pop("mark_step_counter", None)  # whoever takes over may mark no steps
             for device in thread.tree_manager_containers:
                 torch.cuda.synchronize(device)  # its last replay may be going on, on its own stream
             return thread
-        _left.appendleft(thread)
+        else:
+            _left.appendleft(thread)
     return None
 
 
 def _forget() -> None:
     """Let each thread begin anew: without the patches torch frees what the graphs that were recorded with them work with."""
-    global _KEY, _local
-    _KEY, _local = f"{_KEY}'", threading.local()
-    _left.clear()  # and those that have just lost their owners
+    global _KEY  # noqa: PLW0603  of the process, as the patches are
+    _KEY = f"{_KEY}'"
+    _taken_over()  # frees what nobody has an output of
 
 
 def recordings() -> int:
     """Return how many steps towards calls that only replay the calling thread has made."""
-    return _here().recordings if torch._C._is_key_in_tls(_KEY) else 0
+    return getattr(_stashed_here(), "recordings", 0)
 
 
 def _PerThread(old: Any, name: str) -> Any:  # noqa: N802  stands for a class of torch's
     """Return what has one of torch's counters, for each thread its own; who marks steps began before the installation."""
 
     def write(_: Any, value: int) -> None:
-        vars(_here())[name] = value
+        vars(calling_thread())[name] = value
 
-    counter = property(lambda _: vars(_here()).setdefault(name, getattr(old, name)), write)
+    counter = property(lambda _: vars(calling_thread()).setdefault(name, getattr(old, name)), write)
     return type("PerThread", (), {name: counter})()
 
 
 def _count_call(count: Callable[[], None], *_: Any) -> None:
     count()
-    if torch._C._is_key_in_tls(_KEY):
-        torch._C._get_obj_in_tls(_KEY).generation += 1
+    here = _stashed_here()
+    if here:
+        here.generation += 1
 
 
 def _get_manager(get: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
@@ -315,7 +331,7 @@ class _Caller:
     device: int
 
     def set_to_running_backward(self) -> None:
-        manager = _here().manager(self.device)
+        manager = calling_thread().manager(self.device)
         if manager is not None:
             manager.set_to_running_backward()
 
@@ -374,7 +390,7 @@ class _Graphs:
         self._draws.unknown.add(self)
 
     def run(self, inputs: list[Any]) -> Any:
-        here = _here()
+        here = calling_thread()
         entry = here.entries.get(self) or self._enter(here)
         if entry.begun and not self._draws.unknown and (entry.forward.graphed or not self._backward):
             entry.forward.graphed = True
