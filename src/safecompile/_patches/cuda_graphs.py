@@ -212,10 +212,11 @@ class _Thread:
         number, (before, stream) = _number_of_stream(device), self.streams.get(device, (None, None))
         if number != before and not torch.cuda.is_current_stream_capturing():
             now = torch.cuda.current_stream(device)
-            try:
-                now.wait_stream(stream or now)
-            except RuntimeError:  # its maker has destroyed it
+            # Torch's have odd numbers, or 0; one of somebody else's may be destroyed by now, and whoever names it crashes.
+            if stream is not None and stream.stream_id and not stream.stream_id % 2:
                 torch.cuda.synchronize(device)
+            elif stream is not None:
+                now.wait_stream(stream)
             self.streams[device] = number, now
 
     def idle(self) -> bool:
